@@ -17,8 +17,8 @@ RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.
 UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test loom tsan miri lines fuzz soak-net soak-embedding test-rust test-python lint format docs wheel image clean preflight \
-        constraints upstream-horovod wild twins
+.PHONY: help setup demo test loom tsan miri lines fuzz soak-net soak-embedding test-rust test-python test-tensorflow lint format docs wheel image clean preflight \
+        constraints upstream-horovod matrix wild twins outputs ten-minutes site
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,10 +31,13 @@ $(STAMPS)/venv: constraints.txt | preflight
 	@scripts/venv.sh "$(PYTHON)" "$(VENV)"
 	@touch $@
 
+# PINS: other versions than ours, as `make test-python PINS="torch==2.9.1 torchvision==0.24.1"` in a
+# fresh clone. (.github/workflows/check.yml)
 $(STAMPS)/deps: $(STAMPS)/venv pyproject.toml
 	@echo "installing torch and the rest (5 GB the first time)"
 	@$(BIN)/python scripts/requirements.py dev build > $(STAMPS)/requirements.txt
 	@$(UV) -r $(STAMPS)/requirements.txt
+	@test -z "$(PINS)" || env -u UV_CONSTRAINT $(UV) $(PINS)
 	@touch $@
 
 $(STAMPS)/native: $(STAMPS)/deps $(RUST)
@@ -112,9 +115,16 @@ soak-embedding: ## 8 threads insert, step, look up, evict and save for 10 minute
 test-python: $(STAMPS)/native $(STAMPS)/plugin
 	scripts/test_python.sh
 
+matrix: $(STAMPS)/native ## a bounded list of tests with other versions of torch and Python: make matrix ARGS="--torch 2.9,2.15"
+	$(BIN)/python scripts/matrix.py $(ARGS)
+
+test-tensorflow: $(STAMPS)/native $(STAMPS)/plugin
+	$(BIN)/python -m pytest $$(grep -rl --include='test_*.py' tensorflow tests | grep -v '^tests/wild')
+
 wild: $(STAMPS)/native ## programs of others, plain and under Evener: make wild ARGS="--only trainer"
 	$(BIN)/python -m tests.wild $(ARGS)
 	@test -n "$(ARGS)" || $(BIN)/python -m tests.wild.embedding_models
+	@test -n "$(ARGS)" || $(BIN)/python -m tests.wild.recommenders
 
 twins: $(STAMPS)/native ## random programs by Evener and by the plain reference: make twins SEEDS=1000 HOURS=8
 	$(BIN)/python -m tests.twins $(PILLAR) $(if $(SEEDS),--seeds $(SEEDS)) --hours $(or $(HOURS),0)
@@ -141,6 +151,7 @@ lint: $(STAMPS)/native
 	$(BIN)/mypy
 	$(BIN)/python scripts/docs.py --check
 	$(BIN)/python scripts/check_imports.py
+	$(BIN)/python scripts/check_modules.py
 
 format: $(STAMPS)/deps ## rustfmt and ruff
 	cargo fmt --all
@@ -149,6 +160,23 @@ format: $(STAMPS)/deps ## rustfmt and ruff
 
 docs: $(STAMPS)/native ## write the pages that are made from the code
 	$(BIN)/python scripts/docs.py
+
+SITE := $(CURDIR)/$(STAMPS)/site-env
+$(STAMPS)/site-deps: pyproject.toml | preflight
+	@mkdir -p $(STAMPS)
+	@scripts/venv.sh "$(PYTHON)" "$(SITE)"
+	@$(SITE)/bin/python scripts/requirements.py --only site > $(STAMPS)/site.txt
+	@env -u UV_CONSTRAINT VIRTUAL_ENV=$(SITE) $(SITE)/bin/uv pip install --quiet -r $(STAMPS)/site.txt
+	@touch $@
+
+site: $(STAMPS)/site-deps ## the pages as a site, .build/site/index.html, every link checked: make site ARGS=--serve
+	@$(SITE)/bin/python scripts/site.py $(ARGS)
+
+ten-minutes: $(STAMPS)/deps ## the pages of the first ten minutes, on dist/*.whl in an empty environment
+	$(BIN)/python scripts/ten_minutes.py $(ARGS)
+
+outputs: $(STAMPS)/native ## run the commands whose output a page shows, and write it there
+	$(BIN)/python -m tests.guide.outputs
 
 # What builds a wheel, in an environment of its own: a small part of what development needs.
 WHEEL := $(CURDIR)/$(STAMPS)/wheel

@@ -11,35 +11,28 @@ scikit-learn: 1,797 pictures of 8 x 8, nothing to download.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
 import multiprocessing
 import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from evener import __version__
 from evener.comm import wires
 from evener.ddp import accelerate
 
 TEST = 360
 # Of all ranks together, so that steps and what they average are as many with more of them.
 BATCH = 64
-# Student's t for a 95% interval, by the number of differences.
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 10: 2.262}
 # The model is small: without this everything would be sent exactly. And rank r is on node r.
 ENVIRONMENT = {"LIGHT_TOPK_THRESHOLD": "0", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -132,15 +125,11 @@ def train(rank: int, size: int, variant: Variant, seed: int, epochs: int) -> dic
 def summary(values: Sequence[float], exact: Sequence[float]) -> dict[str, float]:
     """Mean, and the paired difference to `exact` with its half interval, in points."""
     differences = [a - b for a, b in zip(values, exact, strict=True)]
-    half = math.nan
-    if len(differences) in STUDENT:
-        spread = statistics.stdev(differences)
-        half = STUDENT[len(differences)] * spread / math.sqrt(len(differences))
     return {
         "accuracy": statistics.mean(values),
         "spread": statistics.stdev(values) if len(values) > 1 else 0.0,
         "difference": statistics.mean(differences),
-        "interval": half,
+        "interval": harness.interval(differences),
     }
 
 
@@ -177,47 +166,26 @@ def table(
 
 def main() -> None:
     """Run the variants, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.arguments(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--only", default="", help="optimizer:variant, comma-separated")
     parser.add_argument(
-        "--guard-steps",
-        type=int,
-        default=0,
+        "--guard-steps", type=int, default=0,
         help="check forms every so many steps; past a limit a milder one takes over (0: never)",
-    )
+    )  # fmt: skip
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     asked = {name for name in given.only.split(",") if name}
     chosen = [v for v in VARIANTS if not asked or f"{v.optimizer}:{v.name}" in asked]
+    optimizers = {v.optimizer for v in chosen}
     chosen = [
-        v
-        for v in VARIANTS
-        if v in chosen or (v.mode == "exact" and v.optimizer in {c.optimizer for c in chosen})
+        v for v in VARIANTS if v in chosen or (v.mode == "exact" and v.optimizer in optimizers)
     ]
     context = multiprocessing.get_context("spawn")
     results: dict[tuple[str, str], list[dict[str, float]]] = {}
-
-    def write() -> None:
-        found = {
-            "command": "python benchmarks/accuracy_digits.py"
-            + f" --seeds {given.seeds} --epochs {given.epochs} --guard-steps {given.guard_steps}"
-            + (f" --ranks {given.ranks}" if given.ranks != 2 else "")
-            + (f" --only {given.only}" if given.only else ""),
-            "versions": {"evener": __version__, "torch": str(torch.__version__)},
-            "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
-            "setup": {
-                "ranks": given.ranks,
-                "batch": BATCH // given.ranks,
-                "test": TEST,
-                "epochs": given.epochs,
-            },
-            "rows": table(chosen, results),
-        }
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
+    share = BATCH // given.ranks
+    setup = {"ranks": given.ranks, "batch": share, "test": TEST, "epochs": given.epochs}
     with tempfile.TemporaryDirectory() as folder:
         out = context.Queue()
         # The ranks inherit it.
@@ -229,8 +197,8 @@ def main() -> None:
         while (item := out.get(timeout=600)) is not None:
             variant, figures = item
             results.setdefault((variant.optimizer, variant.name), []).append(figures)
-            if given.json:
-                write()  # what is measured stays, whatever happens
+            # What is measured stays, whatever happens.
+            harness.keep(given, setup=setup, rows=table(chosen, results))
             print(
                 f"{variant.optimizer:6} {variant.name:26} seed {figures['seed']}: "
                 f"{figures['accuracy']:6.2f}%  {figures['seconds']:5.1f} s",
@@ -238,13 +206,9 @@ def main() -> None:
             )
         for process in ranks:
             process.join()
-    rows = table(chosen, results)
-    print(f"\n{'':6} {'':26} accuracy  seeds' spread  against exact, 95% interval")
-    for row in rows:
-        print(
-            f"{row['optimizer']:6} {row['name']:26} {row['accuracy']:7.2f}% {row['spread']:10.2f}"
-            f"     {row['difference']:+6.2f} +- {row['interval']:.2f} points"
-        )
+    keys = ("optimizer", "name", "accuracy", "spread", "difference", "interval")
+    heads = ["", "form", "accuracy, %", "seeds' spread", "against exact", "95% interval +-"]
+    print("\n" + harness.show(heads, ([row[k] for k in keys] for row in table(chosen, results))))
 
 
 if __name__ == "__main__":

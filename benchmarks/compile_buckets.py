@@ -7,7 +7,6 @@ reduce_retracing; torch without a compiler), `compiled` (a form per size: jit_co
 torch.compile(dynamic=False)), `dynamic` (what the framework has for that: jit_compile with
 reduce_retracing; torch.compile(dynamic=True)), `buckets`, and `buckets again` (a second process,
 with the records and caches of the first). With --json a run that was stopped goes on where it was.
---part 1/2 and 2/2 measure a long way (`compiled`) in two processes, whose times add up.
 
 Reported: seconds in all, forms that were compiled, seconds that compiling took, padding.
 """
@@ -15,11 +14,7 @@ Reported: seconds in all, forms that were compiled, seconds that compiling took,
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,14 +24,12 @@ from typing import Any
 
 WAYS = ("plain", "compiled", "dynamic", "buckets", "buckets again")
 WIDTH, LAYERS = 256, 4
-PART = "COMPILE_BUCKETS_PART"  # for the processes that this starts
 
 
 def sizes(steps: int) -> list[int]:
     """Batch sizes: 58 different ones where there are 60 steps."""
     chosen = random.Random(7).sample(range(40, 129), max(steps - 2, 1))
-    part, parts = map(int, os.environ.get(PART, "1/1").split("/"))
-    return (chosen + chosen[:2])[:steps][part - 1 :: parts]
+    return (chosen + chosen[:2])[:steps]
 
 
 def in_tensorflow(way: str, steps: int) -> dict[str, Any]:
@@ -150,76 +143,54 @@ def described(found: dict[str, Any], function: Any) -> dict[str, Any]:
     return found
 
 
-def process(framework: str, way: str, steps: int, folder: Path, part: str) -> dict[str, Any]:
+def process(framework: str, way: str, steps: int, folder: Path) -> dict[str, Any]:
     """Measure in a new process."""
+    import harness
+
     mine = folder if way.startswith("buckets") else folder / way
     environment = {
-        **os.environ,
         "EVENER_COMPILE_DIR": str(mine),
         "TORCHINDUCTOR_CACHE_DIR": str(mine / "inductor"),
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        PART: part,
     }
-    command = [sys.executable, __file__, "--one", framework, way, "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return dict(json.loads(line.removeprefix("RESULT ")))
-    sys.exit(f"error: {framework}, {way} gave no result\n{done.stderr[-2000:]}")
-
-
-def versions() -> dict[str, str]:
-    """What the results depend on, without importing it."""
-    from importlib import metadata
-
-    names = ("evener", "torch", "tensorflow_cpu")
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}
+    words = ("--one", framework, way, "--steps", str(steps))
+    job = harness.again(*words, env=environment, limit=900)
+    if not job.said:
+        sys.exit(f"error: {framework}, {way} gave no result: {job.failed}")
+    return job.row
 
 
 def main() -> None:
     """Run all, print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    import harness
+
+    parser = harness.arguments(__doc__)
     parser.add_argument("--framework", choices=["tensorflow", "torch"], action="append")
     parser.add_argument("--way", choices=WAYS, action="append")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--part", default="1/1", help="I/N: every Nth step, from the Ith")
     parser.add_argument("--cache", type=Path, help="a folder for records and caches")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        measure = {"tensorflow": in_tensorflow, "torch": in_torch}[options.one[0]]
-        found = measure(options.one[1], options.steps)
+    given = parser.parse_args()
+    if given.one:
+        measure = {"tensorflow": in_tensorflow, "torch": in_torch}[given.one[0]]
+        found = measure(given.one[1], given.steps)
         # Of the whole process, with its imports: other work on the machine disturbs it little.
-        found["cpu_seconds"] = time.process_time()
-        print("RESULT", json.dumps(found), flush=True)
+        harness.say(**found, cpu_seconds=time.process_time())
         return
-    document: dict[str, Any] = {**versions(), "steps": options.steps, "runs": {}}
-    if options.json and options.json.exists():
-        document = json.loads(options.json.read_text())
+    kept = harness.Kept(given, ["tensorflow_cpu"])
     with tempfile.TemporaryDirectory(prefix="compile-buckets-") as scratch:
-        for framework in options.framework or ["tensorflow", "torch"]:
-            folder = (options.cache or Path(scratch)) / framework
-            for way in options.way or WAYS:
+        for framework in given.framework or ["tensorflow", "torch"]:
+            folder = (given.cache or Path(scratch)) / framework
+            for way in given.way or WAYS:
                 name = f"{framework}, {way}"
-                name += "" if options.part == "1/1" else f", part {options.part}"
-                if name not in document["runs"]:
-                    document["runs"][name] = process(
-                        framework, way, options.steps, folder, options.part
-                    )
-                    if options.json:
-                        options.json.write_text(json.dumps(document, indent=1) + "\n")
-                print(name, {k: v for k, v in document["runs"][name].items() if k != "buckets"})
-    print("\n| | seconds | forms | of that compiling | padding |\n|---|---:|---:|---:|---:|")
-    for name, run in document["runs"].items():
-        took, padding = run.get("compile_seconds"), run.get("padding")
-        print(
-            f"| {name} | {run['seconds']:.1f} | {run.get('forms', 0)} | "
-            f"{'' if took is None else f'{took:.1f}'} | "
-            f"{'' if padding is None else f'{padding:.0%}'} |"
-        )
+                told = (framework, way, given.steps, folder)
+                run = kept.get(name, lambda told=told: process(*told))
+                print(name, {k: v for k, v in run.items() if k != "buckets"}, flush=True)
+    keys = ("seconds", "forms", "compile_seconds", "padding")
+    rows = ([name, *(run.get(key) for key in keys)] for name, run in kept.rows.items())
+    print(harness.show(["", "seconds", "forms", "of that compiling", "padding"], rows))
 
 
 if __name__ == "__main__":

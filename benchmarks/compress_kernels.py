@@ -1,35 +1,30 @@
 """The compressors' kernels against the memory they must move; JSON and a table.
 
     python benchmarks/compress_kernels.py [--elements 64M] [--repeats 20] [--device cuda]
-        [--json FILE] [--variants] [--only REGEX]
+        [--json FILE] [--only REGEX]
 
 Each kernel's time is set against the least number of bytes that it must read and write, at the
 bandwidth that a plain copy of the same arrays reaches on this device in the same run; torch.topk of
 the same length stands beside top-k. Gradients change from step to step, as a training's do, and
 residuals grow as in its first steps. Medians over the repeats. On a GPU that is the device's time:
 all calls are enqueued behind a pause, so that the device never waits for the host; what the host
-takes to enqueue one call stands beside it. `--variants` times the shapes that the Triton kernels of
-top-k can take, instead of all else, and prints the fastest.
+takes to enqueue one call stands beside it.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import math
-import platform
 import re
 import statistics
 import time
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 
-from evener import __version__
 from evener.base.units import parse_size
 from evener.comm import wires
 from evener.comm.codecs import casts, chunks, int4, int8, topk
@@ -180,83 +175,20 @@ def kernels(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int],
     yield "BF16 unpack", lambda _: casts.widen(bhalf, 1.0, out), 6 * n
 
 
-def variants(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int], object], int]]:
-    """As `kernels`: top-k in each of its shapes."""
-    from evener.comm.codecs import triton_chunks, triton_topk
-
-    gradients = [torch.randn(n, device=device) for _ in range(3)]
-    out = torch.empty(n, device=device)
-    yield "copy", lambda i: out.copy_(gradients[i % 3]), 8 * n
-    k = topk.entries(n, RATIO)
-    residual = torch.zeros(n, device=device)
-    values = torch.empty(k, device=device)
-    indices = torch.empty(k, dtype=torch.int32, device=device)
-
-    def exact(i: int) -> None:
-        topk.select(gradients[i % 3], residual, values, indices)
-
-    short = torch.empty(k, dtype=torch.float16, device=device)
-
-    def half(i: int) -> None:
-        topk.select(gradients[i % 3], residual, short, indices)
-
-    kept = triton_topk.TAKE
-    for take in (kept, (4096, 8), (2048, 8), (2048, 4), (512, 2)):
-        triton_topk.TAKE = take
-        yield f"top-k, take {take}", exact, 12 * n + 8 * k
-        if take == kept:
-            yield f"top-k, take {take}, FP16 values", half, 12 * n + 6 * k
-    triton_topk.TAKE = kept
-
-    per_chunk = chunks.entries(RATIO)
-    size = -(-Payload.size(n, per_chunk) // 16) * 16
-    payload = Payload.of(torch.empty(size, dtype=torch.uint8, device=device), n, per_chunk)
-    residual.zero_()
-    selected = triton_chunks.SELECT
-    for shape in (selected, (4, 4, 168), (8, 4, 64), (8, 4, 80), (8, 4, 0)):
-        triton_chunks.SELECT = shape
-        yield (
-            f"chunks {shape}",
-            lambda i: chunks.select(gradients[i % 3], residual, payload),
-            12 * n + size,
-        )
-    triton_chunks.SELECT = selected
-
-
-def profile(n: int, device: torch.device) -> None:
-    """Print what each kernel of one exact top-k takes."""
-    gradient, residual = torch.randn(n, device=device), torch.randn(n, device=device)
-    values = torch.empty(topk.entries(n, RATIO), device=device)
-    indices = torch.empty(len(values), dtype=torch.int32, device=device)
-    topk.select(gradient, residual, values, indices)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        for _ in range(5):
-            topk.select(gradient, residual, values, indices)
-        torch.cuda.synchronize(device)
-    for event in seen.key_averages():
-        if event.device_time:
-            print(f"{event.key[:40]:40} {event.count:4} x {event.device_time:9.1f} us")
-
-
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.arguments(__doc__)
     parser.add_argument("--elements", type=parse_size, default=parse_size("64M"))
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="", help="names to measure, a regular expression")
-    parser.add_argument("--variants", action="store_true", help="of top-k's kernels (a GPU's)")
     given = parser.parse_args()
     device = torch.device(given.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # as the kernels, which run on one thread
     rows: list[dict[str, Any]] = []
     bandwidth, torch_topk = 0.0, 0.0
-    if given.variants and device.type == "cuda" and not given.only:
-        profile(given.elements, device)
-    measured = variants if given.variants else kernels
-    for name, call, least in measured(given.elements, device):
+    for name, call, least in kernels(given.elements, device):
         if name != "copy" and not re.search(given.only, name):
             continue
         try:
@@ -266,51 +198,27 @@ def main() -> None:
             rows.append({"name": name, "error": str(error)[:500]})
             continue
         median = statistics.median(seconds)
-        if name == "copy":
-            bandwidth = least / median
-        if name == "torch.topk":
-            torch_topk = median
-        rows.append(
-            {
-                "name": name,
-                "median_s": median,
-                "fastest_s": min(seconds),
-                "slowest_s": max(seconds),
-                "host_s": host,
-                "least_bytes": least,
-                "share_of_copy": least / median / bandwidth,
-            }
-        )
-    print(f"{given.elements} elements on {device}; a copy moves {bandwidth / 1e9:.0f} GB/s")
-    print(f"{'':40} {'ms':>9} {'of copy':>8} {'host ms':>9} {'x torch.topk':>13}")
+        bandwidth = least / median if name == "copy" else bandwidth
+        torch_topk = median if name == "torch.topk" else torch_topk
+        rows.append({
+            "name": name,
+            "median_s": median,
+            "fastest_s": min(seconds),
+            "slowest_s": max(seconds),
+            "host_s": host,
+            "least_bytes": least,
+            "share_of_copy": least / median / bandwidth,
+        })  # fmt: skip
+    shown = []
     for row in rows:
-        if "error" in row:
-            continue
-        ratio = torch_topk / row["median_s"] if row["name"].startswith("top-k") else 0
-        row["torch_topk_ratio"] = ratio or None
-        print(
-            f"{row['name']:40} {1e3 * row['median_s']:9.3f} {100 * row['share_of_copy']:7.0f}%"
-            f" {1e3 * row['host_s']:9.3f}" + (f" {ratio:13.1f}" if ratio else "")
-        )
-    if given.variants:
-        for kind in ("top-k", "chunks"):
-            found = [row for row in rows if row["name"].startswith(kind) and "error" not in row]
-            if found:
-                print("fastest:", min(found, key=lambda row: float(row["median_s"]))["name"])
-    if given.json:
-        record = {
-            "command": f"python benchmarks/compress_kernels.py --elements {given.elements} "
-            f"--repeats {given.repeats} --device {given.device}"
-            + (" --variants" if given.variants else "")
-            + (f" --only {given.only}" if given.only else ""),
-            "device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else platform.processor() or platform.machine(),
-            "versions": {"evener": __version__, "torch": str(torch.__version__)},
-            "bandwidth": bandwidth,
-            "rows": rows,
-        }
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if "error" not in row:
+            ratio = torch_topk / row["median_s"] if row["name"].startswith("top-k") else None
+            row["torch_topk_ratio"] = ratio or None
+            times = (1e3 * row["median_s"], f"{row['share_of_copy']:.0%}", 1e3 * row["host_s"])
+            shown.append([row["name"], *times, row["torch_topk_ratio"]])
+    print(f"{given.elements} elements on {device}; a copy moves {bandwidth / 1e9:.0f} GB/s")
+    print(harness.show(["", "ms", "of copy", "host ms", "x torch.topk"], shown))
+    harness.keep(given, bandwidth=bandwidth, rows=rows)
 
 
 if __name__ == "__main__":

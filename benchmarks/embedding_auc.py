@@ -14,15 +14,14 @@ keeps the seeds that are in it, so that one seed can be run at a time.
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import torch
 from torch import nn
@@ -159,19 +158,9 @@ def drift(seed: int, samples: int, days: int, rows: int, only: list[str]) -> dic
     return found
 
 
-# The 97.5% point of Student's t by degrees of freedom: half of a 95% interval, in standard errors.
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
-
-
-def spread(losses: list[float]) -> float:
-    """Half of the 95% interval of their mean; 0 for one."""
-    n = len(losses)
-    return STUDENT[min(n - 1, 9)] * statistics.stdev(losses) / n**0.5 if n > 1 else 0.0
-
-
 def main() -> None:
     """Both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = harness.arguments(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=120_000)
     parser.add_argument("--days", type=int, default=10)
@@ -180,7 +169,6 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--ways", nargs="+", default=[], help="of drift, beside 'keeps all'")
     parser.add_argument("--add", action="store_true", help="to the drift that is in --drift-json")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--drift-json", type=Path, help="drift alone")
     given = parser.parse_args()
     began = time.perf_counter()
@@ -191,53 +179,34 @@ def main() -> None:
     only = ["keeps all", *given.ways] if given.ways else []
     for seed in range(0 if given.drift_json else given.seeds):
         runs.append(static(seed, given.samples))
-        one = runs[-1]
-        print(
-            f"seed {seed}: {one['ids']:,} ids; AUC teacher {one['teacher']:.5f}, exact "
-            f"{one['exact']:.5f}, dynamic {one['dynamic']:.5f} "
-            f"({one['dynamic'] - one['exact']:+.6f}), hashed to 10% {one['hashed to 10%']:.5f}",
-            flush=True,
-        )
+        print(f"seed {seed}: {runs[-1]}", flush=True)
     for seed in range(given.first_seed, given.first_seed + given.seeds):
         drifts.append(drift(seed, given.per_day, given.days, given.rows, only))
-        one = drifts[-1]
-        all_kept = one["keeps all"]["auc"]
-        for name, found in one.items():
+        kept = drifts[-1]["keeps all"]["auc"]
+        for name, found in drifts[-1].items():
             print(
                 f"drift, seed {seed}: {name:18} AUC {found['auc']:.5f} "
-                f"({found['auc'] - all_kept:+.5f}), {found['rows']:,} rows, "
+                f"({found['auc'] - kept:+.5f}), {found['rows']:,} rows, "
                 f"at most {found['most_rows']:,} at a day's end",
                 flush=True,
             )
-    gaps = [one["dynamic"] - one["exact"] for one in runs]
+    gaps = [abs(one["dynamic"] - one["exact"]) for one in runs]
     lost = {
         name: [one["keeps all"]["auc"] - one[name]["auc"] for one in drifts] for name in drifts[0]
     }
     losses = {name: statistics.mean(each) for name, each in lost.items()}
-    spreads = {name: spread(each) for name, each in lost.items()}
+    spreads = {name: harness.interval(each) for name, each in lost.items()}
     if gaps:
-        print(f"largest difference of dynamic and exact: {max(map(abs, gaps)):.1e} (at most 1e-4)")
-    for name, loss in losses.items():
-        print(f"mean loss of AUC, {name}: {loss:+.5f} +- {spreads[name]:.5f} (at most 0.001)")
-    left = ("json", "drift_json", "add", "ways", "first_seed")
-    arguments = {name: value for name, value in vars(given).items() if name not in left}
-    arguments["seeds"] = len(drifts)
+        print(f"largest difference of dynamic and exact: {max(gaps):.1e} (at most 1e-4)")
+    rows = ((name, f"{loss:+.5f}", f"{spreads[name]:.5f}") for name, loss in losses.items())
+    print(harness.show(["mean loss of AUC (at most 0.001)", "", "95% interval +-"], rows))
+    figures = {"drift": drifts, "mean_loss": losses, "half_of_95_percent_interval": spreads}
     if given.drift_json:
-        result: dict[str, Any] = {"arguments": arguments, "drift": drifts, "mean_loss": losses}
-        result["half_of_95_percent_interval"] = spreads
-        given.drift_json.write_text(json.dumps(result, indent=1) + "\n")
-    if given.json:
-        result = {
-            "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "arguments": arguments,
-            "static": runs,
-            "drift": drifts,
-            "largest_difference": max(map(abs, gaps), default=None),
-            "mean_loss": losses,
-            "seconds": time.perf_counter() - began,
-        }
-        given.json.write_text(json.dumps(result, indent=2) + "\n")
+        harness.write(given.drift_json, harness.record(given, **figures))
+    harness.keep(
+        given, static=runs, **figures, largest_difference=max(gaps, default=None),
+        seconds=time.perf_counter() - began,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

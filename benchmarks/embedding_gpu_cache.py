@@ -15,17 +15,14 @@ compared with its slots, frequency and version, bit by bit.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
-import platform
 import statistics
 import sys
 import time
 import traceback
-from pathlib import Path
 
+import harness
 import torch
 from torch import nn
 
@@ -97,18 +94,13 @@ class Model(nn.Module):
         self.optimizer.zero_grad()
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def timed(model: Model, batches: list[torch.Tensor], after: torch.Tensor | None) -> float:
     """Milliseconds per step."""
-    synchronise(model.device)
+    harness.settle()
     began = time.perf_counter()
     for ids, following in zip(batches, [*batches[1:], after], strict=True):
         model.train_on(ids, following)
-    synchronise(model.device)
+    harness.settle()
     return (time.perf_counter() - began) / len(batches) * 1e3
 
 
@@ -117,11 +109,11 @@ def dense_alone(model: Model, batch: torch.Tensor) -> float:
     values = torch.randn(batch.shape[0], FIELDS * DIM, device=model.device, requires_grad=True)
     took = []
     for _ in range(6):
-        synchronise(model.device)
+        harness.settle()
         began = time.perf_counter()
         out = model.top(values).squeeze(1)
         nn.functional.binary_cross_entropy_with_logits(out, (batch[:, 0] & 1).float()).backward()
-        synchronise(model.device)
+        harness.settle()
         took.append((time.perf_counter() - began) * 1e3)
     model.top.zero_grad()
     return statistics.median(took[2:])
@@ -165,18 +157,15 @@ class Clock:
 
 def main() -> None:
     """All three ways, then the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = harness.arguments(__doc__)
     parser.add_argument("--rows", type=int, default=16_000_000)
     parser.add_argument("--batch", type=int, default=65_536)
     parser.add_argument("--share", type=float, default=0.1, help="of rows that fit the cache")
     parser.add_argument("--warm", type=int, default=12)
     parser.add_argument("--steps", type=int, default=8, help="per round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--budget", type=float, default=200, help="seconds; what is not done is said"
-    )
+    parser.add_argument("--budget", type=float, default=200, help="seconds; else it is said")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
     per_field = given.rows // FIELDS
@@ -222,9 +211,6 @@ def main() -> None:
     step = {way: statistics.median(took) for way, took in rounds.items()}
     steps = did["batches"]
     result = {
-        "machine": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
-        "torch": torch.__version__,
-        "cpus": len(os.sched_getaffinity(0)),
         "rows": given.rows,
         "cache_rows": cache_rows,
         "ids": given.batch * FIELDS,
@@ -242,30 +228,21 @@ def main() -> None:
         "rows_with_equal_bytes": None,
         "seconds": clock.spent(),
     }
-    for way in models:
-        print(f"  {way:8}{step[way]:9.2f} ms per step  {step[way] / step['cache']:6.2f} x cache")
-    print(f"  {'dense':8}{dense:9.2f} ms alone")
-    print(f"  keys found in the cache {result['hit_rate_of_keys']:.1%}")
+    print(harness.show(["way", "ms per step", "x cache"],
+                       [(way, ms, ms / step["cache"]) for way, ms in step.items()]))  # fmt: skip
     print(
-        f"  store asked for {result['fetch_ms_per_step']:.2f} ms per step, waited for "
-        f"{result['waited_ms_per_step']:.2f} ms: {result['hidden']:.1%} hidden; "
-        f"written back in {result['write_back_ms_per_step']:.2f} ms"
+        f"dense model alone {dense:.2f} ms; keys found in the cache "
+        f"{result['hit_rate_of_keys']:.1%}; the store took {result['fetch_ms_per_step']:.2f} ms "
+        f"per step, of which {result['hidden']:.1%} hidden; {clock.spent():.0f} s in all"
     )
-    host = f"{result['ratio_to_host']:.2f}" if "host" in step else "not measured"
-    print(f"  must reach: host >= 5 x cache ({host}), hidden >= 80%; {clock.spent():.0f} s in all")
-    write(given.json, result)
+    harness.keep(given, **result)
     if clock.left(0.8):
         compared = equal_bytes(batches[:6], device, cache_rows)
         clock.say(f"{compared:,} rows compared: bytes equal")
         result["rows_with_equal_bytes"] = compared
-        write(given.json, result)
+        harness.keep(given, **result)
     else:
         clock.say("rows were not compared: no time left")
-
-
-def write(path: Path | None, result: dict[str, object]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,18 +13,16 @@ DenseHashTable takes up to 284 bytes per row: it is left out above `--hash-rows`
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import harness
 import numpy as np
 import torch
 
@@ -140,34 +138,25 @@ def measure(
         "million_keys_per_s": {
             name: round(BATCH / statistics.median(each) / 1e6, 2) for name, each in took.items()
         },
-        "evener_by_peer": {
-            name: round(statistics.median(t / e for t, e in zip(each, own, strict=True)), 3)
-            for name, each in took.items()
-        },
+        "evener_by_peer": {name: round(harness.ratio(each, own), 3) for name, each in took.items()},
     }
 
 
 def main() -> None:
     """All sizes and skews."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = harness.arguments(__doc__)
     parser.add_argument("--sizes", nargs="+", default=["4000000x16", "16000000x32"])
     parser.add_argument("--zipf", nargs="+", type=float, default=[0.0, 1.05])
     parser.add_argument("--grow", default="", help="as 8000000x16: only inserts are timed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hash-rows", type=int, default=4_000_000)
     parser.add_argument("--add", action="store_true", help="add to the JSON that is there")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_grad_enabled(False)
-    result: dict[str, Any] = {
-        "what": f"lookups of {BATCH} ids; evener_by_peer: the peer's time by Evener's, median",
-        "machine": {"cpus": len(os.sched_getaffinity(0)), "arch": platform.machine()},
-        "versions": {"torch": torch.__version__, "numpy": np.__version__},
-        "fills": [],
-        "lookups": [],
-    }
+    result: dict[str, Any] = {"fills": [], "lookups": []}
     if given.add and given.json and given.json.exists():
-        result = json.loads(given.json.read_text(encoding="utf-8"))
+        before = json.loads(given.json.read_text(encoding="utf-8"))
+        result = {key: before[key] for key in ("fills", "lookups", "grown") if key in before}
     if given.grow:
         rows, dim = (int(part) for part in given.grow.split("x"))
         _, grown = fill(rows, dim)
@@ -186,9 +175,6 @@ def main() -> None:
             except ImportError as error:
                 print(f"left out: {name}: {error}")
         try:
-            import tensorflow as tf  # optional
-
-            result["versions"]["tensorflow"] = tf.__version__
             made = with_tensorflow(rows, dim, rows <= given.hash_rows)
             for name, lookup in made.items():
                 peers[name] = (lookup, "tf rows" if name == "tf.gather" else "tf keys")
@@ -201,8 +187,9 @@ def main() -> None:
                 ratio = found["evener_by_peer"][name]
                 print(f"  zipf {zipf:4}  {name:20}{rate:7.1f} M keys/s  evener {ratio:5.2f} x")
         del peers, store
-        if given.json:
-            given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        what = f"lookups of {BATCH} ids; evener_by_peer: the peer's time by Evener's, median"
+        packages = ["tensorflow", "numpy", "fbgemm-gpu"]
+        harness.keep(given, packages, what=what, **result)
 
 
 if __name__ == "__main__":

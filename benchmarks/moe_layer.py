@@ -16,16 +16,13 @@ and scatter_add back; its products are grouped_mm as well.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
-import platform
+import functools
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import harness
 import torch
 from torch.nn import functional
 
@@ -133,20 +130,10 @@ def there_and_back(how: str, x: torch.Tensor, experts: torch.Tensor, count: int)
     return eager_back(rows, tokens, x)
 
 
-def measured(runs: dict[str, Callable[[], Any]], repeats: int, cuda: bool) -> dict[str, float]:
-    """Median milliseconds of each; they take turns."""
-    took: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats + 3):
-        for name, run in runs.items():
-            if cuda:
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            run()
-            if cuda:
-                torch.cuda.synchronize()
-            if turn >= 3:
-                took[name].append((time.perf_counter() - begin) * 1e3)
-    return {name: statistics.median(each) for name, each in took.items()}
+def measured(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each; they take turns."""
+    took = harness.turns(runs, repeats, warmup=3, settle=harness.settle)
+    return {name: [1e3 * seconds for seconds in each] for name, each in took.items()}
 
 
 def case(name: str, shape: tuple[int, ...], args: argparse.Namespace) -> dict[str, Any]:
@@ -185,25 +172,27 @@ def case(name: str, shape: tuple[int, ...], args: argparse.Namespace) -> dict[st
         before = torch.cuda.memory_allocated()
         step(how)
         memory[how] = torch.cuda.max_memory_allocated() - before
-    whole = measured({how: lambda how=how: step(how) for how in layers}, args.repeats, cuda)
+    samples = {
+        "layer": measured({how: functools.partial(step, how) for how in layers}, args.repeats)
+    }
     with torch.no_grad():
-        ahead = measured(
-            {how: lambda how=how: layers[how](layer, x, chosen, weights) for how in layers},
-            args.repeats, cuda,
-        )  # fmt: skip
-    moved = measured(
-        {
-            how: lambda how=how: torch.autograd.grad(
-                there_and_back(how, x, chosen, experts), x, seed
-            )
-            for how in ("ours", "sorted", "eager")
-        },
-        args.repeats, cuda,
-    )  # fmt: skip
+        ahead = {how: functools.partial(call, layer, x, chosen, weights)
+                 for how, call in layers.items()}  # fmt: skip
+        samples["forward"] = measured(ahead, args.repeats)
+
+    def move(how: str) -> None:
+        torch.autograd.grad(there_and_back(how, x, chosen, experts), x, seed)
+
+    ways = ("ours", "sorted", "eager")
+    samples["permute"] = measured({how: functools.partial(move, how) for how in ways}, args.repeats)
+    medians = {what: {how: statistics.median(each) for how, each in took.items()}
+               for what, took in samples.items()}  # fmt: skip
+    whole, moved = medians["layer"], medians["permute"]
     flops = 3 * 2 * 3 * tokens * top_k * width * inner
     best = min(ms for how, ms in whole.items() if how != "ours")
     return {
-        "case": name, "shape": shape, "layer_ms": whole, "forward_ms": ahead, "permute_ms": moved,
+        "case": name, "shape": shape, "layer_ms": whole, "forward_ms": medians["forward"],
+        "permute_ms": moved, "samples_ms": samples,
         "peak_bytes": memory, "largest_difference": apart,
         "way": grouped.way(x, layer.gate_up_proj),
         "tflops": {how: flops / ms / 1e9 for how, ms in whole.items()},
@@ -215,16 +204,13 @@ def show(found: dict[str, Any]) -> None:
     tokens, width, inner, *_ = found["shape"]
     print(f"\n{found['case']}: {tokens} tokens, width {width}, inner {inner}, "
           f"products by {found['way']}")  # fmt: skip
-    print(f"  {'':14}{'step ms':>10}{'forward':>10}{'TFLOP/s':>10}{'permute ms':>12}{'peak':>10}")
-    for how, ms in found["layer_ms"].items():
-        moved = found["permute_ms"].get(how)
-        peak = found["peak_bytes"].get(how, 0) / 1e9
-        rate = found["tflops"][how]
-        print(
-            f"  {how:14}{ms:10.3f}{found['forward_ms'][how]:10.3f}{rate:10.1f}"
-            + (f"{moved:12.3f}" if moved else " " * 12)
-            + (f"{peak:8.2f} GB" if peak else "")
-        )
+    rows = (
+        (how, ms, found["forward_ms"][how], found["tflops"][how], found["permute_ms"].get(how),
+         found["peak_bytes"].get(how, 0) / 1e9)
+        for how, ms in found["layer_ms"].items()
+    )  # fmt: skip
+    heads = ["", "step ms", "forward", "TFLOP/s", "permute ms", "peak, GB"]
+    print(harness.show(heads, rows))
     print(
         f"  ours against the best other: {found['layer_ratio']:.3f} x; permute against eager: "
         f"{found['permute_ratio']:.2f} x; apart at most {found['largest_difference']:.2%}"
@@ -232,23 +218,16 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    """All cases."""
+    parser = harness.arguments(__doc__)
     parser.add_argument("--size", choices=["full", "tiny"], default="full")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    cases = CASES if args.size == "full" else TINY
     found = []
-    for name, shape in cases.items():
+    for name, shape in (CASES if args.size == "full" else TINY).items():
         found.append(case(name, shape, args))
         show(found[-1])
-    if args.json:
-        machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        if transformers_layer() is not None:
-            versions["transformers"] = importlib.metadata.version("transformers")
-        text = json.dumps({"machine": machine, "versions": versions, "cases": found}, indent=1)
-        args.json.write_text(text + "\n", encoding="utf-8")
+    harness.keep(args, ["transformers"], cases=found)
 
 
 if __name__ == "__main__":

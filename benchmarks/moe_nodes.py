@@ -23,16 +23,12 @@ back, forward and backward, without choices, weights, counts and headers.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -50,13 +46,6 @@ TINY = {"8 top-2, shared": (512, 1024, 256, 8, 2, 256)}
 # For a decoder: layers, tokens of a row, heads, heads of keys and values.
 DEPTHS = {"8 top-2, shared": (3, 4096, 32, 8), "64 top-6, shared": (6, 4096, 16, 16)}
 TINY_DEPTHS = {"8 top-2, shared": (2, 64, 8, 2)}
-
-
-def sent_bytes() -> int:
-    """What all cards but lo have sent."""
-    lines = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()[2:]
-    fields = [line.replace(":", " ").split() for line in lines]
-    return sum(int(f[9]) for f in fields if f[0] != "lo")
 
 
 class Attention(nn.Module):
@@ -202,32 +191,34 @@ def _traffic(
     return run, 2 * (own + come) * each
 
 
-def measured(runs: dict[str, Callable[[], None]], args: Any, cuda: bool) -> dict[str, Any]:
+def measured(runs: dict[str, Callable[[], None]], args: Any) -> dict[str, Any]:
+    """Milliseconds of the slowest rank, and bytes of this node; the columns take turns."""
     took: dict[str, list[float]] = {name: [] for name in runs}
     sent: dict[str, list[int]] = {name: [] for name in runs}
     for turn in range(args.repeats + args.warmup):
         for name, run in runs.items():
-            if cuda:
-                torch.cuda.synchronize()
+            harness.settle()
             dist.barrier()
-            before, begin = sent_bytes(), time.perf_counter()
+            before, begin = harness.sent_bytes(), time.perf_counter()
             run()
-            if cuda:
-                torch.cuda.synchronize()
+            harness.settle()
             mine = torch.tensor([time.perf_counter() - begin])
             # What is in the cards' queues leaves before the barrier's answer comes.
             dist.all_reduce(mine, dist.ReduceOp.MAX)
             if turn >= args.warmup:
                 took[name].append(float(mine) * 1e3)
-                sent[name].append(sent_bytes() - before)
-    return {name: {"ms": statistics.median(took[name]), "sent": statistics.median(sent[name])}
-            for name in runs}  # fmt: skip
+                sent[name].append(harness.sent_bytes() - before)
+    return {
+        name: {"ms": statistics.median(took[name]), "sent": statistics.median(sent[name]),
+               "each_ms": took[name]}
+        for name in runs
+    }  # fmt: skip
 
 
 def case(
     name: str, shape: tuple[int, ...], depth: tuple[int, ...] | None, args: Any, device: str
 ) -> dict[str, Any]:
-    size, cuda = dist.get_world_size(), device == "cuda"
+    size = dist.get_world_size()
     plain, x = made(shape, depth, device)
     runs: dict[str, Callable[[], None]] = {"compute": lambda: turns(plain, x)}
     bound, way = 0, ""
@@ -250,7 +241,7 @@ def case(
             way = mixtures(model)[0].experts.parallel.shared.way
         if column == "int8":
             runs["traffic8"], _ = traffic(model, x, args.chunks, True)
-    found = measured(runs, args, cuda)
+    found = measured(runs, args)
     ms = {column: each["ms"] for column, each in found.items()}
     of_traffic = {
         c: "traffic8" if c == "int8" else "traffic" for c in ("ours", "turns", "int8") if c in ms
@@ -258,7 +249,8 @@ def case(
     return {
         "case": name, "what": args.what, "shape": shape, "depth": depth,
         "ranks": size, "way": way, "chunks": args.chunks,
-        "ms": ms, "bytes": {column: each["sent"] for column, each in found.items()},
+        "ms": ms, "each_ms": {column: each["each_ms"] for column, each in found.items()},
+        "bytes": {column: each["sent"] for column, each in found.items()},
         "bound": bound, "bytes_ratio": found["ours"]["sent"] / bound,
         "hidden": {c: 1 - (ms[c] - ms["compute"]) / ms[of] for c, of in of_traffic.items()},
         "hidden_at_most": {c: min(1.0, ms["compute"] / ms[of]) for c, of in of_traffic.items()},
@@ -282,7 +274,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.arguments(__doc__)
     parser.add_argument("--size", choices=["full", "tiny"], default="full")
     parser.add_argument("--what", choices=["decoder", "layer"], default="decoder")
     parser.add_argument("--repeats", type=int, default=5)
@@ -291,31 +283,21 @@ def main() -> None:
     parser.add_argument("--part-chunks", type=int, default=1, help="chunks of each half in turns")
     parser.add_argument("--route", default="auto")
     parser.add_argument("--only", help="one case: the beginning of its name")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        shared = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
-        torch.cuda.set_device(int(os.environ["RANK" if shared else "LOCAL_RANK"]))
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    device = harness.join().type
     found = []
     for name, shape in (CASES if args.size == "full" else TINY).items():
         if args.only and not name.startswith(args.only):
             continue
         depths = DEPTHS if args.size == "full" else TINY_DEPTHS
         depth = depths[name] if args.what == "decoder" else None
-        found.append(case(name, shape, depth, args, "cuda" if cuda else "cpu"))
+        found.append(case(name, shape, depth, args, device))
         if dist.get_rank() == 0:
             show(found[-1])
-        if cuda:
+        if device == "cuda":
             torch.cuda.empty_cache()
-    if args.json and dist.get_rank() == 0:
-        machine = torch.cuda.get_device_name() if cuda else "CPU"
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        text = json.dumps({"machine": machine, "versions": versions, "cases": found}, indent=1)
-        args.json.write_text(text + "\n", encoding="utf-8")
+    if dist.get_rank() == 0:
+        harness.keep(args, cases=found)
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ def hide(source: Path, target: Path, symbols: list[str]) -> list[str]:
     64-bit little-endian ELF only. Raises ValueError for anything else.
     """
     data = bytearray(source.read_bytes())
-    start, end = _dynamic_strings(data)
+    start, end = _dynamic_strings(bytes(data))
     found = []
     for symbol in symbols:
         name = b"\0" + symbol.encode() + b"\0"

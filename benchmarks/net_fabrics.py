@@ -10,21 +10,19 @@ Wants root, for the namespaces, and iptables.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import harness
+
 from evener.net import plugin_path
 from evener.net.trace import files, read, summed_up
 from evener.net.trace.summary import as_json
 from evener.tools.bench.net.drive import Job, command, merge
-from evener.tools.lab import Lab, Spec
+from evener.tools.lab import Lab
 
 PATHS = "2x1@100mbit,paths=4,queue=2ms"
 DROP = "iptables -A INPUT -p udp {} -j DROP"
@@ -54,31 +52,27 @@ def measure(name: str, engine: str, limit: float) -> dict[str, Any]:
     trace = Path(tempfile.mkdtemp(prefix=".net-fabrics-", dir="."))
     row: dict[str, Any] = {"network": name, "engine": engine}
     said: list[str] = []
-    errors: list[str] = []
 
-    def hear(_rank: int, _node: str, stream: str, line: str) -> None:
-        (said if stream == "stdout" else errors).append(line)
+    def prepare(lab: Lab) -> None:
+        for where, text in setup:
+            if isinstance(where, str):
+                lab.fault(where, text)
+            elif (done := lab.nodes[where].run(text.split())).returncode:
+                sys.exit(f"error: {text}: {done.stderr}")
 
+    env = {
+        "EVENER_NET_ENGINE": engine,
+        "EVENER_NET_TRACE_DIR": str(trace.resolve()),
+        "EVENER_NET_TIMEOUT": "6",
+    }
+    job = Job(str(plugin_path()), comms=1, depth=4, sizes="262144", seconds=3.0, verify=True)
     try:
-        with Lab(Spec.parse(spec)) as lab:
-            for where, text in setup:
-                if isinstance(where, str):
-                    lab.fault(where, text)
-                elif (done := lab.nodes[where].run(text.split())).returncode:
-                    sys.exit(f"error: {text}: {done.stderr}")
-            job = Job(
-                str(plugin_path()), comms=1, depth=4, sizes="262144", seconds=3.0, verify=True
-            )
-            env = {
-                "EVENER_NET_ENGINE": engine,
-                "EVENER_NET_TRACE_DIR": str(trace.resolve()),
-                "EVENER_NET_TIMEOUT": "6",
-            }
-            result = lab.launch(command(job), env=env, timeout=limit, on_line=hear)
-        if not result.ok:
-            late = f"no end within {limit:g} s"
-            why = late if result.timed_out else (errors[-1][-150:] if errors else "no output")
-            return row | {"ended": False, "error": why}
+        done = harness.in_lab(
+            spec, command(job), env=env, limit=limit, prepare=prepare,
+            hear=lambda _lab, _rank, line: said.append(line),
+        )  # fmt: skip
+        if done.status:
+            return row | {"ended": False, "error": done.failed or said[-1][-150:]}
         found = merge(said)[0]
         row |= {
             "ended": True,
@@ -95,31 +89,20 @@ def measure(name: str, engine: str, limit: float) -> dict[str, Any]:
 
 def main() -> None:
     """Run the rows, print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = harness.arguments(__doc__)
     parser.add_argument("--engines", default="udp,tcp")
     parser.add_argument("--only", default="", help="networks whose name has this in it")
     parser.add_argument("--limit", type=float, default=40.0, help="seconds of a run")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    given = parser.parse_args()
     rows = []
-    print("| network | engine | Mb/s each way | longest stall, ms | ports replaced |")
-    print("|---|---|---:|---:|---:|")
     for name in FABRICS:
-        for engine in options.engines.split(",") if options.only in name else ():
-            row = measure(name, engine, options.limit)
-            rows.append(row)
-            cells = [row.get(key, "") for key in ("mbit_s", "stall_ms", "replaced")]
-            if not row["ended"]:
-                cells = [row["error"], "", ""]
-            print(f"| {name} | {engine} | {' | '.join(map(str, cells))} |", flush=True)
-    if options.json:
-        record = {
-            "command": "python benchmarks/net_fabrics.py",
-            "machine": f"{platform.machine()}, {os.cpu_count()} processors",
-            "kernel": platform.release(),
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        for engine in given.engines.split(",") if given.only in name else ():
+            rows.append(measure(name, engine, given.limit))
+            print(rows[-1], flush=True)
+    keys = ("network", "engine", "mbit_s", "stall_ms", "replaced")
+    heads = ["network", "engine", "Mb/s each way", "longest stall, ms", "ports replaced"]
+    print(harness.show(heads, ([row.get(key, "-") for key in keys] for row in rows)))
+    harness.keep(given, rows=rows)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,15 @@ flight, and beside it 64 KiB every 20 ms.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import harness
 
 from evener.tools.lab import Lab, Spec
 
@@ -82,25 +82,64 @@ def pairs(
     return said, [answer(process, limit) for process in receivers.values()]
 
 
-def one(lab: Lab, seconds: float, carrier: str) -> Record:
-    """One sender, one receiver."""
-    (said,), _ = pairs(lab, seconds, [(0, 1, carrier, 0.0)])
-    return said
+class Rows:
+    """Runs rows, each with every carrier in turn."""
+
+    def __init__(self, rate: int, seconds: float, only: str) -> None:
+        self.rate, self.seconds, self.only = rate, seconds, only
+        self.rows: list[Record] = []
+
+    def add(self, name: str, carrier: str, **figures: Any) -> None:
+        """A line of the table."""
+        self.rows.append({"row": name, "carrier": carrier, **figures})
+        text = " ".join(f"{key}={value}" for key, value in figures.items())
+        print(f"{name:24} {carrier:8} {text}", flush=True)
+
+    def share(self, *said: Record, of: float = 1.0) -> float:
+        """The share `of` the link's rate."""
+        total: float = sum(one["gbit_s"] for one in said)
+        return round(total * 1e3 / (of * self.rate), 3)
+
+    def one(self, lab: Lab, carrier: str) -> Record:
+        """One sender, one receiver."""
+        (said,), _ = pairs(lab, self.seconds, [(0, 1, carrier, 0.0)])
+        return said
+
+    def of_pair(
+        self, name: str, spec: str, faults: list[tuple[str, str]], carriers: list[str], of: float
+    ) -> None:
+        """One sender, one receiver, for all carriers in one lab."""
+        if self.only not in name:
+            return
+        with Lab(Spec.parse(f"2x1@{self.rate}mbit{spec}")) as lab:
+            for fault in faults:
+                lab.fault(*fault)
+            for carrier in carriers:
+                said = self.one(lab, carrier)
+                figures = {key: said[key] for key in ("gbit_s", "p50_ms", "p99_ms")}
+                self.add(name, carrier, share=self.share(said, of=of), **figures)
+
+    def of_many(
+        self, name: str, nodes: int, carriers: list[str],
+        flows: Callable[[str], list[tuple[int, int, str, float]]],
+        figures: Callable[[list[Record]], Record],
+    ) -> None:  # fmt: skip
+        """Several flows at once, a lab for each carrier."""
+        for carrier in carriers if self.only in name else ():
+            with Lab(Spec.parse(f"{nodes}x1@{self.rate}mbit")) as lab:
+                said, _ = pairs(lab, self.seconds, flows(carrier))
+            self.add(name, carrier, **figures(said))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """All rows."""
+    parser = harness.arguments(__doc__)
     parser.add_argument("--rate", type=int, default=200, help="Mb/s of a link")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a run")
-    parser.add_argument(
-        "--only", default="", help="rows whose name has this in it; `trains` are run by name alone"
-    )
-    parser.add_argument(
-        "--carriers", default=",".join(CARRIERS), help="some of udp,xdp,tcp,stream, in this order"
-    )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="rows whose name has this in it, as `trains`")
+    parser.add_argument("--carriers", help="some of udp,xdp,tcp,stream, in this order")
     given = parser.parse_args()
-    carriers = given.carriers.split(",")
+    carriers = harness.choose(given.carriers, CARRIERS, "carrier")
     engines = [carrier for carrier in carriers if carrier != "stream"]
     if not BENCH.exists():
         sys.exit(
@@ -108,97 +147,47 @@ def main() -> None:
             "  fix: cargo build --release -p evener-engine --example engine_bench"
         )
     rate, seconds = given.rate, given.seconds
-    rows: list[Record] = []
-
-    def row(name: str, carrier: str, **figures: Any) -> None:
-        rows.append({"row": name, "carrier": carrier, **figures})
-        text = " ".join(f"{key}={value}" for key, value in figures.items())
-        print(f"{name:24} {carrier:8} {text}", flush=True)
-
-    def wanted(name: str) -> bool:
-        return given.only in name
-
-    for name, fault in (("clean", ""), ("loss 0.1%", "loss 0.1%"), ("loss 1%", "loss 1%")):
-        if not wanted(name):
-            continue
-        with Lab(Spec.parse(f"2x1@{rate}mbit")) as lab:
-            # Both directions of the one path; without loss the same cut of trains.
-            lab.fault("path0", fault or "loss 0%")
-            for carrier in carriers:
-                said = one(lab, seconds, carrier)
-                share = round(said["gbit_s"] * 1e3 / rate, 3)
-                row(name, carrier, share=share, p50_ms=said["p50_ms"], p99_ms=said["p99_ms"])
-    # Of one packet each, and as the kernel's segmentation makes them: only sockets have any.
-    for name, cut in (("trains cut", True), ("trains whole", False)):
-        if wanted(name) and given.only:
-            with Lab(Spec.parse(f"2x1@{rate}mbit")) as lab:
-                if cut:
-                    lab.fault("path0", "loss 0%")
-                for carrier in carriers:
-                    row(name, carrier, gbit_s=one(lab, seconds, carrier)["gbit_s"])
-    for name, slow in (("four paths", False), ("one of four at a tenth", True)):
-        if wanted(name):
-            with Lab(Spec.parse(f"2x1@{rate}mbit,paths=4")) as lab:
-                if slow:
-                    lab.fault("path3", f"rate {rate / 40:g}mbit")
-                carries = rate * (0.775 if slow else 1.0)
-                for carrier in carriers:
-                    said = one(lab, seconds, carrier)
-                    share = round(said["gbit_s"] * 1e3 / carries, 3)
-                    row(name, carrier, share=share, p99_ms=said["p99_ms"])
-    if wanted("black hole"):
-        for carrier in engines:
-            with Lab(Spec.parse(f"2x1@{rate}mbit,paths=4")) as lab:
-                lab.schedule(f"{seconds / 2:g}s:path1:blackhole")
-                said = one(lab, seconds, carrier)
-                row(
-                    "black hole of 4 paths",
-                    carrier,
-                    stall_ms=said["stall_ms"],
-                    p99_ms=said["p99_ms"],
-                )
-    if wanted("incast"):
-        for carrier in carriers:
-            with Lab(Spec.parse(f"9x1@{rate}mbit")) as lab:
-                flows = [(node, 0, carrier, 0.0) for node in range(1, 9)]
-                said, _ = pairs(lab, seconds, flows)
-                total = sum(one["gbit_s"] for one in said) * 1e3 / rate
-                parts = sorted(one["gbit_s"] for one in said)
-                row(
-                    "incast 8 to 1",
-                    carrier,
-                    share=round(total, 3),
-                    least_of_most=round(parts[0] / parts[-1], 2),
-                )
-    if wanted("two jobs"):
-        for carrier in carriers:
-            with Lab(Spec.parse(f"3x1@{rate}mbit")) as lab:
-                # The second one's time is the second half of the first one's.
-                said, _ = pairs(lab, seconds, [(1, 0, carrier, 0.0), (2, 0, carrier, seconds / 2)])
-                first = said[0]["late_gbit_s"] * 1e3 / rate
-                second = said[1]["gbit_s"] * 1e3 / rate
-                row("two jobs", carrier, first=round(first, 3), second=round(second, 3))
-    if wanted("beside cubic"):
-        for carrier in engines:
-            with Lab(Spec.parse(f"3x1@{rate}mbit")) as lab:
-                said, _ = pairs(lab, seconds, [(1, 0, carrier, 0.0), (2, 0, "stream", 0.0)])
-                mine, other = (one["gbit_s"] * 1e3 / rate for one in said)
-                row("beside cubic", carrier, share=round(mine, 3), left=round(other, 3))
-    if given.json:
-        command = ["python benchmarks/net_lossy.py", f"--rate {rate} --seconds {seconds:g}"]
-        command += [f'--only "{given.only}"'] if given.only else []
-        command += [f"--carriers {given.carriers}"] if given.carriers != ",".join(CARRIERS) else []
-        record = {
-            "command": " ".join(command),
-            "machine": f"{platform.machine()}, {os.cpu_count()} processors",
-            "kernel": platform.release(),
-            "rate_mbit": rate,
-            "seconds": seconds,
-            "note": "shares of the link's rate by payload; the limit at MTU 1500 is 0.942 for udp "
-            "and 0.954 for TCP, Ethernet's header counted",
-            "rows": rows,
-        }
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
+    rows = Rows(rate, seconds, given.only)
+    # Both directions of the one path; without loss the same cut of trains.
+    for name in ("clean", "loss 0.1%", "loss 1%"):
+        rows.of_pair(name, "", [("path0", "loss 0%" if name == "clean" else name)], carriers, 1.0)
+    if given.only:  # of one packet each, and as the kernel's segmentation makes them
+        rows.of_pair("trains cut", "", [("path0", "loss 0%")], carriers, 1.0)
+        rows.of_pair("trains whole", "", [], carriers, 1.0)
+    rows.of_pair("four paths", ",paths=4", [], carriers, 1.0)
+    slow = [("path3", f"rate {rate / 40:g}mbit")]
+    rows.of_pair("one of four at a tenth", ",paths=4", slow, carriers, 0.775)
+    for carrier in engines if given.only in "black hole of 4 paths" else ():
+        with Lab(Spec.parse(f"2x1@{rate}mbit,paths=4")) as lab:
+            lab.schedule(f"{seconds / 2:g}s:path1:blackhole")
+            said = rows.one(lab, carrier)
+            rows.add("black hole of 4 paths", carrier, stall_ms=said["stall_ms"],
+                     p99_ms=said["p99_ms"])  # fmt: skip
+    rows.of_many(
+        "incast 8 to 1", 9, carriers,
+        lambda carrier: [(node, 0, carrier, 0.0) for node in range(1, 9)],
+        lambda said: {
+            "share": rows.share(*said),
+            "least_of_most": round(min(one["gbit_s"] for one in said)
+                                   / max(one["gbit_s"] for one in said), 2),
+        },
+    )  # fmt: skip
+    rows.of_many(  # the second one's time is the second half of the first one's
+        "two jobs", 3, carriers,
+        lambda carrier: [(1, 0, carrier, 0.0), (2, 0, carrier, seconds / 2)],
+        lambda said: {"first": round(said[0]["late_gbit_s"] * 1e3 / rate, 3),
+                      "second": rows.share(said[1])},
+    )  # fmt: skip
+    rows.of_many(
+        "beside cubic", 3, engines,
+        lambda carrier: [(1, 0, carrier, 0.0), (2, 0, "stream", 0.0)],
+        lambda said: {"share": rows.share(said[0]), "left": rows.share(said[1])},
+    )  # fmt: skip
+    harness.keep(
+        given, rate_mbit=rate, seconds=seconds, rows=rows.rows,
+        note="shares of the link's rate by payload; the limit at MTU 1500 is 0.942 for udp and "
+        "0.954 for TCP, Ethernet's header counted",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,13 +10,10 @@ run, one that comes twice or out of turn differs. Needs the rights that `evener 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import sys
 import time
-from pathlib import Path
+from typing import Any
+
+import harness
 
 from evener.net import plugin_path
 from evener.tools.bench.net.drive import Job, in_lab
@@ -34,18 +31,19 @@ def faults(seconds: int) -> list[str]:
     return events
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    """Parts, until enough messages came."""
+    parser = harness.arguments(__doc__, json="net-soak.json")
     parser.add_argument("--messages", type=int, default=3_600_000)
     parser.add_argument("--size", type=int, default=512, help="bytes of a message")
     parser.add_argument("--part", type=int, default=60, help="seconds of a part")
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/net-soak.json"))
-    options = parser.parse_args()
+    given = parser.parse_args()
     began = time.time()
-    parts, moved = [], 0
-    while moved < options.messages:
-        seconds = options.part if parts else 10
-        job = Job(str(plugin_path()), 4, 32, str(options.size), float(seconds), verify=True)
+    parts: list[dict[str, Any]] = []
+    moved = 0
+    while moved < given.messages:
+        seconds = given.part if parts else 10
+        job = Job(str(plugin_path()), 4, 32, str(given.size), float(seconds), verify=True)
         events = faults(seconds * 2)
         with Lab(Spec.parse(SPEC)) as lab:
             row = in_lab(lab, job, timeout=seconds * 4 + 60, faults=events)[0]
@@ -58,19 +56,8 @@ def main() -> int:
             f"{row['stall'] * 1e3:.0f} ms, {happened} faults in this part",
             flush=True,
         )
-    record = {
-        "command": " ".join(["python", "benchmarks/net_soak.py", *sys.argv[1:]]),
-        "spec": SPEC,
-        "kernel": platform.release(),
-        "cpus": os.cpu_count(),
-        "messages": moved,
-        "seconds": time.time() - began,
-        "parts": parts,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0
+    harness.keep(given, spec=SPEC, messages=moved, seconds=time.time() - began, parts=parts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

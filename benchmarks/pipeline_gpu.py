@@ -13,18 +13,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 from gpt_block import Block
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from evener import pipeline
@@ -76,19 +76,19 @@ def batch(step: int, rows: int, length: int, words: int, device: torch.device) -
     return {"tokens": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous()}
 
 
-def timed(step: Callable[[int], float], args: argparse.Namespace, sync: Callable[[], None]) -> Any:
+def timed(step: Callable[[int], float], args: argparse.Namespace) -> Any:
     took, losses = [], []
     for at in range(args.warmup + args.steps):
-        sync()
+        harness.settle()
         begin = time.perf_counter()
         losses.append(step(at))
-        sync()
+        harness.settle()
         took.append(time.perf_counter() - begin)
     return statistics.median(took[args.warmup :]), losses
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.arguments(__doc__)
     parser.add_argument("--size", choices=sorted(SIZES), default="1.3b")
     parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--schedule", default="Eager1F1B")
@@ -96,7 +96,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--activations", default="exact", help="between nodes: bf16 or int8")
     parser.add_argument("--network", help="for the plan, as 25gbit; default: it is measured")
-    parser.add_argument("-o", "--json", type=Path, help="write the results there")
     parser.add_argument(
         "--timeline",
         type=Path,
@@ -105,22 +104,10 @@ def main() -> None:
     )
     args = parser.parse_args()
     layers, width, heads, words, length, rows, count = SIZES[args.size]
-    cuda = torch.cuda.is_available()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if cuda:
-        # The nodes of a lab share the GPUs of one machine.
-        shared = torch.cuda.device_count() >= world
-        torch.cuda.set_device(rank if shared else int(os.environ["LOCAL_RANK"]))
-    else:
-        torch.set_num_threads(1)
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    device = harness.join()
+    cuda, rank, world = device.type == "cuda", dist.get_rank(), dist.get_world_size()
     dtype = torch.bfloat16 if cuda else torch.float32
     tokens = rows * length
-
-    def sync() -> None:
-        if cuda:
-            torch.cuda.synchronize()
 
     def empty() -> GPT:
         before = torch.get_default_dtype()
@@ -170,7 +157,7 @@ def main() -> None:
         took, losses = 0.0, [0.0]
         if column == "one":
             if rank == 0:
-                took, losses = timed(accumulate(whole(), rows, count, 0), args, sync)
+                took, losses = timed(accumulate(whole(), rows, count, 0), args)
         elif column == "pipeline":
             example = batch(0, rows, length, words, torch.device("meta"))
             given: dict[str, Any] = {"activations": args.activations}
@@ -194,7 +181,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 return float(loss)
 
-            took, losses = timed(step, args, sync)
+            took, losses = timed(step, args)
             results = args.json or Path("pipeline.json")
             path = args.timeline or results.with_name(f"{results.stem}-step.json")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,22 +214,16 @@ def main() -> None:
                     },
                 }
             del pipe, optimizer, step
-        elif column == "ddp":
-            model: nn.Module = nn.parallel.DistributedDataParallel(
-                whole(), gradient_as_bucket_view=True
-            )
-            own = rows // world
-            took, losses = timed(accumulate(model, own, count // world, rank * own), args, sync)
-            del model
         else:
-            from torch.distributed.fsdp import fully_shard
-
-            model = whole()
-            for layer in model.layers:
-                fully_shard(layer)
-            fully_shard(model)
+            model: nn.Module = whole()
+            if column == "ddp":
+                model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            else:
+                for layer in model.layers:
+                    fully_shard(layer)
+                fully_shard(model)
             own = rows // world
-            took, losses = timed(accumulate(model, own, count // world, rank * own), args, sync)
+            took, losses = timed(accumulate(model, own, count // world, rank * own), args)
             del model
         gc.collect()
         if cuda:
@@ -260,14 +241,9 @@ def main() -> None:
             )
             for key, value in detail.items():
                 print(f"          {key}: {value}", flush=True)
-    if rank == 0 and args.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        device_name = torch.cuda.get_device_name() if cuda else "cpu"
-        record = {"size": args.size, "device": device_name, "ranks": world, "rows": rows,
-                  "tokens": length, "microbatches": count, "versions": versions,
-                  "columns": found}  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if rank == 0:
+        harness.keep(args, size=args.size, ranks=world, rows=rows, tokens=length,
+                     microbatches=count, columns=found)  # fmt: skip
     dist.destroy_process_group()
 
 

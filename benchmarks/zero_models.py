@@ -1,4 +1,4 @@
-"""What the variants of zero_gpu.py share: the model, its loss, and the clock."""
+"""What the benchmarks of the memory engine share: the own Llama, its loss, the clock, the peaks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import contextlib
 import ctypes
 import os
 import statistics
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import settle
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from evener import zero
 
+GB = 1_000_000_000
 VOCABULARY = 32000
-WARMUP = 3
-
-Step = Callable[[torch.Tensor], torch.Tensor]
+HYPER: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 
 
 class Block(nn.Module):
@@ -81,12 +80,18 @@ def on_meta(layers: int, width: int, recompute: bool = False) -> Llama:
         return Llama(layers, width, recompute)
 
 
+def place() -> str:
+    """Where a model computes."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def value_of(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's initial value, drawn on the GPU; the same in every variant."""
+    """A parameter's initial value, drawn where the model computes; the same in every variant."""
     if parameter.dim() < 2:
-        return torch.ones(parameter.shape, device="cuda")
-    generator = torch.Generator("cuda").manual_seed(sum(name.encode()))
-    return torch.randn(parameter.shape, device="cuda", generator=generator).mul_(0.02)
+        fill = torch.zeros if name.endswith("bias") else torch.ones
+        return fill(parameter.shape, device=place())
+    generator = torch.Generator(place()).manual_seed(sum(name.encode()))
+    return torch.randn(parameter.shape, device=place(), generator=generator).mul_(0.02)
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -96,32 +101,97 @@ def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def batch_of(rows: int, length: int = 1024, vocabulary: int = VOCABULARY) -> torch.Tensor:
+def batch_of(rows: int, length: int = 1024) -> torch.Tensor:
     """Tokens [rows, length] of this rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    generator = torch.Generator("cuda").manual_seed(100 + rank)
-    return torch.randint(0, vocabulary, (rows, length), device="cuda", generator=generator)
+    generator = torch.Generator(place()).manual_seed(100 + rank)
+    return torch.randint(0, VOCABULARY, (rows, length), device=place(), generator=generator)
 
 
-def ran() -> dict[str, Any]:
-    """What this ran as, and on."""
-    gpu = torch.cuda.is_available()
-    return {
-        "command": " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": {
-            "gpu": torch.cuda.get_device_name() if gpu else None,
-            "cpus": os.cpu_count(),
-            "torch": torch.__version__,
-        },
-    }
-
-
-def host_peak(process: str | int = "self") -> int:
-    """The most host memory that a process had resident, pinned memory included, bytes."""
-    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+def host_peak() -> int:
+    """The most host memory that this process had resident since `forget_peaks`, pinned memory
+    included, bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def forget_peaks(gpu: bool = True) -> None:
+    """Peaks begin anew: of the host, and where `gpu` those of torch's allocator."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    if gpu and torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def timed(
+    step: Callable[[], torch.Tensor],
+    tokens: int,
+    steps: int,
+    finish: Callable[[], None] | None = None,
+    warmup: int = 3,
+) -> dict[str, Any]:
+    """Seconds a step over `steps` steps in a row after the warm-up, from idle to idle: what a
+    variant still does after its last step (`finish`) is in the time. `tokens`: of a rank's step."""
+    losses, each = [], []
+    preparing = host_peak()
+    forget_peaks(gpu=False)
+
+    def idle() -> None:
+        if finish is not None:
+            finish()
+        settle()
+        if dist.is_initialized():
+            dist.barrier()
+
+    for _ in range(warmup):
+        losses.append(step())
+    idle()
+    start = before = time.perf_counter()
+    for _ in range(steps):
+        losses.append(step())
+        now = time.perf_counter()
+        each.append(now - before)
+        before = now
+    idle()
+    seconds = (time.perf_counter() - start) / steps
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return {
+        "seconds": seconds,
+        "median_on_the_host": statistics.median(each),
+        "tokens_per_second": tokens * ranks / seconds,
+        "ranks": ranks,
+        "host_preparing": preparing,
+        "losses": [float(loss) for loss in losses],
+    }
+
+
+class Driver:
+    """Samples the GPU memory that the driver has given to everybody."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        if torch.cuda.is_available():
+            self._gpu = torch.cuda.current_device()  # a thread's own would be GPU 0
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.1):
+            free, total = torch.cuda.mem_get_info(self._gpu)
+            self.peak = max(self.peak, total - free)
+
+    def __enter__(self) -> Driver:
+        if torch.cuda.is_available():
+            torch.cuda.mem_get_info()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
 
 def contexts() -> list[int]:
@@ -136,84 +206,13 @@ def contexts() -> list[int]:
     return found
 
 
-class Driver:
-    """Samples the GPU memory that the driver has given to everybody."""
-
-    def __init__(self) -> None:
-        self.peak = 0
-        self._gpu = torch.cuda.current_device()  # a thread's own would be GPU 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.1):
-            free, total = torch.cuda.mem_get_info(self._gpu)
-            self.peak = max(self.peak, total - free)
-
-    def __enter__(self) -> Driver:
-        torch.cuda.mem_get_info()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-@contextlib.contextmanager
-def timed_phase(into: dict[str, float], name: str) -> Iterator[None]:
-    """How long a part of the preparation took."""
-    start = time.perf_counter()
-    yield
-    into[name] = time.perf_counter() - start
-
-
-def timed(
-    step: Step, tokens: torch.Tensor, steps: int, finish: Callable[[], None] | None = None
-) -> dict[str, Any]:
-    """Seconds a step over `steps` steps in a row after the warm-up, from idle to idle: what a
-    variant still does after its last step (`finish`) is in the time."""
-    losses, each = [], []
-    preparing = host_peak()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-
-    def idle() -> None:
-        if finish is not None:
-            finish()
-        torch.cuda.synchronize()
-        if dist.is_initialized():
-            dist.barrier()
-
-    for _ in range(min(WARMUP, steps)):
-        losses.append(step(tokens))
-    idle()
-    start = before = time.perf_counter()
-    for _ in range(steps):
-        losses.append(step(tokens))
-        now = time.perf_counter()
-        each.append(now - before)
-        before = now
-    idle()
-    seconds = (time.perf_counter() - start) / steps
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return {
-        "seconds": seconds,
-        "median_on_the_host": statistics.median(each),
-        "tokens_per_second": tokens.numel() * ranks / seconds,
-        "ranks": ranks,
-        "host_preparing": preparing,
-        "losses": [float(loss) for loss in losses],
-    }
-
-
 def memory(driver: Driver, found: dict[str, Any]) -> dict[str, Any]:
     """Peaks in bytes, the largest of all ranks: of the GPU with preparation and probe; of the host
     with them ("host") and while training ("host_training"). "each": those of every rank."""
-    training = host_peak()
+    training, cuda = host_peak(), torch.cuda.is_available()
     mine = {
-        "gpu_allocated": torch.cuda.max_memory_allocated(),
-        "gpu_reserved": torch.cuda.max_memory_reserved(),
+        "gpu_allocated": torch.cuda.max_memory_allocated() if cuda else 0,
+        "gpu_reserved": torch.cuda.max_memory_reserved() if cuda else 0,
         "gpu_driver": driver.peak,
         "host": max(training, found.get("host_preparing", 0)),
         "host_training": training,
@@ -225,16 +224,10 @@ def memory(driver: Driver, found: dict[str, Any]) -> dict[str, Any]:
     return {**{name: max(one[name] for one in each) for name in mine}, "each": each}
 
 
-def bind() -> None:
-    """Under torchrun: a GPU, and an equal part of the cores, for each rank."""
-    if "LOCAL_RANK" not in os.environ:
-        torch.cuda.set_device(0)
-        return
-    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+def share_cores(rank: int, ranks: int) -> None:
+    """An equal part of the cores for each rank: more threads than cores wait spinning."""
     cpus = sorted(os.sched_getaffinity(0))
     share = max(1, len(cpus) // ranks)
-    os.sched_setaffinity(0, cpus[rank * share : (rank + 1) * share])
+    if share > 1:
+        os.sched_setaffinity(0, cpus[rank * share : (rank + 1) * share])
     torch.set_num_threads(share)
-    torch.cuda.set_device(rank)
-    # Without device_id: NCCL's communicator of the default group is then made only if it is used.
-    dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -6,7 +6,7 @@ Each process is a node with one GPU (`--slots 1`), or one of several. First ever
 alone, as if it were the only one; then all together, with one copy of the states per node
 (`--nodes shard`: shared by all; `auto`: what the plan finds faster). Reported by rank 0: tokens/s
 of both and their ratio, bytes that its node's cards sent per step (the kernel's counters) against
-the plan's, and what the plan predicted. Llama 2.7B of benchmarks/zero_zoo.py, 8 x 1024 tokens per
+the plan's, and what the plan predicted. Llama 2.7B of zero_shapes.py, 8 x 1024 tokens per
 micro-batch and GPU; gradients cross once per step of `--accumulation` micro-batches, in the forms
 of `--crossing`, one after the other; after each come steps until the guard has looked once. --tiny:
 a small model on CPUs.
@@ -15,58 +15,22 @@ a small model on CPUs.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
-import zero_zoo as zoo
+import zero_shapes as shapes
+from zero_models import GB, HYPER, share_cores, value_of
 
 from evener import zero
 from evener.zero.form import names
 
-GB = 1_000_000_000
 LOOKED = 6
 """The first step in which the guard looks (`evener.comm.guard`)."""
-
-
-def sent() -> int:
-    """Bytes that this node's cards have sent, loopback apart."""
-    total = 0
-    for card in Path("/sys/class/net").iterdir():
-        if card.name != "lo":
-            total += int((card / "statistics/tx_bytes").read_text())
-    return total
-
-
-def join() -> tuple[int, int, int]:
-    """Rank, number of ranks and place in the node; the lab and torchrun set the same variables."""
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    return rank, size, int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def card(local: int, size: int) -> torch.device:
-    """This rank's GPU: in a lab all nodes see all GPUs, so nodes share them out."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    rank = int(os.environ.get("RANK", "0"))
-    count = torch.cuda.device_count()
-    number = rank if count >= size else local % count
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
-
-
-def share_cores(rank: int, size: int) -> None:
-    """An equal part of the cores for each rank: more threads than cores wait spinning."""
-    cpus = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cpus) // size)
-    if each > 1:
-        os.sched_setaffinity(0, cpus[rank * each : (rank + 1) * each])
-    torch.set_num_threads(each)
 
 
 def equal(engine: zero.Engine) -> bool:
@@ -87,9 +51,9 @@ def train(
     """Tokens/s of all ranks together, and what went over the cards."""
     together = dist.is_initialized()
     tiny = given.tiny
-    model = zoo.model_of(given.model, tiny)
+    model = shapes.model_of(given.model, tiny)
     rows = 2 if tiny else given.rows
-    batch = zoo.batch_of(given.model, rows, model, device.type, tiny)
+    batch = shapes.batch_of(given.model, rows, model, device.type, tiny)
     own: dict[str, Any] = {
         "checkpointing": given.checkpointing == "true" or given.checkpointing,
         "device": device.type,
@@ -102,11 +66,11 @@ def train(
         "bf16": {"enabled": not tiny},
         "gradient_clipping": 1.0,
         "gradient_accumulation_steps": given.accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": HYPER},
         "data_types": {"grad_accum_dtype": given.gradients},
         "evener": own,
     }
-    engine, *_ = zero.initialize(model=model, config=config, example=batch, weights=zoo.value_of)
+    engine, *_ = zero.initialize(model=model, config=config, example=batch, weights=value_of)
     plan = engine.plan
     assert plan is not None
 
@@ -121,23 +85,23 @@ def train(
 
     def idle() -> None:
         engine.drain()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        harness.settle()
         if together:
             dist.barrier()
 
     for _ in range(given.warmup):
         step()
     idle()
-    before, crossed, begun = sent(), engine.memory()["gradients between nodes"], time.perf_counter()
+    before, crossed = harness.sent_bytes(), engine.memory()["gradients between nodes"]
+    begun = time.perf_counter()
     for _ in range(given.steps):
         step()
     idle()
     seconds = (time.perf_counter() - begun) / given.steps
-    wire = (sent() - before) / given.steps
+    wire = (harness.sent_bytes() - before) / given.steps
     mine = engine.memory()["gradients between nodes"] - crossed
     ranks = dist.get_world_size() if together else 1
-    tokens = rows * (32 if tiny else zoo.MODELS[given.model][2]) * given.accumulation * ranks
+    tokens = rows * (32 if tiny else shapes.MODELS[given.model][2]) * given.accumulation * ranks
     found = {
         "label": label,
         "seconds": seconds,
@@ -171,10 +135,26 @@ def train(
     return found
 
 
+def show(row: dict[str, Any]) -> None:
+    """A line of the table."""
+    line = (
+        f"{row['label']:30} {row['seconds']:.3f} s {row['tokens_per_second']:9,.0f} tokens/s, "
+        f"plan x {row['planned_seconds'] / row['seconds']:.2f} ({row['bound']})"
+    )
+    if planned := row["planned_payload"]:
+        line += (
+            f"; copies {row['copies']}; this node's cards sent {row['wire_per_step'] / GB:.3f} GB "
+            f"per step, {row['wire_per_step'] / planned / row['ranks_per_node']:.3f} x the plan's; "
+            f"payload {row['payload_per_step'] / planned:.3f} x; copies "
+            f"{'equal' if row['copies_equal'] else 'DIFFER'}; loss {row['losses'][-1]:.3f}"
+        )
+    print(line, flush=True)
+
+
 def main() -> None:
     """Alone, then together."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--model", default="llama 2.7B", choices=list(zoo.MODELS))
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--model", default="llama 2.7B", choices=list(shapes.MODELS))
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--gradients", default="bf16", choices=["bf16", "fp32"], help="summed in")
@@ -187,13 +167,13 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--skip-alone", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model on CPUs: a dry run")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    rank, size, local = join()
+    # The lab and torchrun set the same variables.
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     logging.getLogger("evener.zero").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     share_cores(rank, size)
-    device = card(local, size)
+    device = harness.device(threads=torch.get_num_threads())
     rows = []
     if not given.skip_alone:
         rows.append(train(given, device, "one GPU, all of them at once"))
@@ -205,28 +185,13 @@ def main() -> None:
     if rank != 0:
         return
     for row in rows:
-        line = (
-            f"{row['label']:30} {row['seconds']:.3f} s {row['tokens_per_second']:9,.0f} tokens/s, "
-            f"plan x {row['planned_seconds'] / row['seconds']:.2f} ({row['bound']})"
-        )
-        if row["planned_payload"]:
-            line += (
-                f"; copies {row['copies']}; this node's cards sent {row['wire_per_step'] / GB:.3f} "
-                f"GB per step, "
-                f"{row['wire_per_step'] / row['planned_payload'] / row['ranks_per_node']:.3f} x "
-                "the plan's; "
-                f"payload {row['payload_per_step'] / row['planned_payload']:.3f} x; copies "
-                f"{'equal' if row['copies_equal'] else 'DIFFER'}; loss {row['losses'][-1]:.3f}"
-            )
-        print(line, flush=True)
+        show(row)
     for row in [] if given.skip_alone else rows[1:]:
         ratio = row["tokens_per_second"] / rows[0]["tokens_per_second"]
         planned = size * rows[0]["planned_seconds"] / row["planned_seconds"]
         fallen = f"; {len(row['fallen_back'])} chunks fell back" if row["fallen_back"] else ""
         print(f"{row['label']} are {ratio:.2f} x one; {planned:.2f} x planned{fallen}", flush=True)
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    harness.keep(given, ["transformers"], rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,45 @@
-"""The peers of zero_gpu.py: the model resident on the GPU, FSDP2 with CPU offload, DeepSpeed ZeRO-3
-with CPU offload, and a plain loop with float32 masters for the loss."""
+"""The peers of the memory engine: the model resident on the GPU, FSDP2 with CPU offload, DeepSpeed
+ZeRO-3 with CPU offload.
+
+The peers are tuned: pinned memory, communication and copies that overlap, blocks recomputed,
+DeepSpeed's own CPU Adam, torch's fused CPU AdamW.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from zero_models import Step, batch_of, loss_of, on_meta, timed, value_of
-
-from evener.base import optimizers as _optimizers
-
-HYPER: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
+from zero_models import HYPER, place, timed
 
 
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """A loop without an engine."""
+@dataclass(frozen=True)
+class Task:
+    """What every system trains. `empty`: the model without memory, its buffers apart; `make`: with
+    weights, which `drawn` replaces by `value`s."""
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model, tokens)
+    empty: Callable[[], nn.Module]
+    make: Callable[[], nn.Module]
+    value: Callable[[str, torch.Tensor], torch.Tensor]
+    loss: Callable[[Any], torch.Tensor]
+    tokens: int
+    rows: int
+    recompute: Callable[[Any], None] = lambda _: None
+    drawn: bool = True
+
+
+def plain(
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[], torch.Tensor]:
+    """A step of a loop without an engine."""
+
+    def step() -> torch.Tensor:
+        loss = task.loss(model)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -31,62 +50,90 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 
 @torch.no_grad()
-def filled(model: nn.Module, dtype: torch.dtype, device: str) -> nn.Module:
-    """The values of `value_of` in a model from the meta device."""
+def filled(
+    model: nn.Module, value: Callable[..., torch.Tensor], dtype: torch.dtype, device: str
+) -> nn.Module:
+    """A model from the meta device with its values."""
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             full = f"{module_name}.{name}" if module_name else name
-            value = value_of(full, parameter).to(device, dtype)
-            setattr(module, name, nn.Parameter(value))
+            setattr(module, name, nn.Parameter(value(full, parameter).to(device, dtype)))
     return model
 
 
-def resident(layers: int, width: int, batch: int, steps: int) -> dict[str, Any]:
+def resident(task: Task, steps: int) -> dict[str, Any]:
     """All on the GPU, all bf16: the speed of a model that fits."""
-    model = filled(on_meta(layers, width, True), torch.bfloat16, "cuda")
+    model = filled(task.empty(), task.value, torch.bfloat16, place())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
-    return timed(plain(model, optimizer), batch_of(batch), steps)
+    return timed(plain(task, model, optimizer), task.tokens, steps)
 
 
-def _group() -> None:
+def group() -> None:
+    """A default group of one process, where torchrun made none."""
     if not dist.is_initialized():
-        os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.setdefault("MASTER_PORT", "29511")
-        os.environ.setdefault("LOCAL_RANK", "0")
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if place() == "cuda" else "gloo")
 
 
-def fsdp(layers: int, width: int, batch: int, steps: int) -> dict[str, Any]:
-    """FSDP2 with CPUOffloadPolicy (pinned) and torch's fused CPU AdamW, float32 shards."""
+def blocks_of(model: nn.Module) -> list[nn.ModuleList]:
+    """The lists of blocks: those that are in no other list."""
+    found: list[nn.ModuleList] = []
+
+    def look(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                found.append(child)
+            else:
+                look(child)
+
+    look(model)
+    return found
+
+
+def fsdp(task: Task, steps: int, prefetch: bool) -> dict[str, Any]:
+    """FSDP2 with CPUOffloadPolicy (pinned) and torch's fused CPU AdamW, float32 shards.
+
+    `prefetch`: each block's neighbour is fetched ahead by name.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    _group()
-    model = on_meta(layers, width, True)
-    how: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        "offload_policy": CPUOffloadPolicy(),
-    }
-    for layer in model.layers:
-        fully_shard(layer, **how)
+    group()
+    model: Any = task.empty()
+    task.recompute(model)
+    how: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    if place() == "cuda":
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
+    else:
+        how["mesh"] = dist.device_mesh.init_device_mesh("cpu", (1,))
+    for blocks in blocks_of(model):
+        for block in blocks:
+            fully_shard(block, **how)
+        for block, after in zip(blocks, list(blocks)[1:], strict=False) if prefetch else ():
+            block.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
+            after.set_modules_to_backward_prefetch([block])  # type: ignore[operator]
     fully_shard(model, **how)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            value = value_of(name, parameter).chunk(ranks)[rank].cpu()
-            parameter.to_local().copy_(value)  # type: ignore[attr-defined]
+            parameter.to_local().copy_(task.value(name, parameter).chunk(ranks)[rank].cpu())
+        for name, buffer in buffers.items():
+            module, _, last = name.rpartition(".")
+            model.get_submodule(module)._buffers[last] = buffer.to(place())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
-    return timed(plain(model, optimizer), batch_of(batch), steps)
+    return timed(plain(task, model, optimizer), task.tokens, steps)
 
 
-def deepspeed(layers: int, width: int, batch: int, steps: int, pin: bool = True) -> dict[str, Any]:
+def deepspeed(task: Task, steps: int, pin: bool = True) -> dict[str, Any]:
     """DeepSpeed ZeRO-3, parameters and optimizer on the host (`pin`: in pinned memory), its CPU
     Adam. Weights are drawn on the GPU, a layer at a time, as `zero.Init` takes them."""
     import deepspeed as ds  # type: ignore[import-not-found]
 
-    _group()
+    group()
     config = {
-        "train_micro_batch_size_per_gpu": batch,
+        "train_micro_batch_size_per_gpu": task.rows,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": HYPER},
@@ -99,72 +146,27 @@ def deepspeed(layers: int, width: int, batch: int, steps: int, pin: bool = True)
         },
         "steps_per_print": 1 << 30,
     }
-    from zero_models import Llama
-
     with ds.zero.Init(config_dict_or_path=config):
-        model = Llama(layers, width, recompute=True)
+        model = task.make()
+    for name, parameter in model.named_parameters() if task.drawn else ():
+        with ds.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            parameter.copy_(task.value(name, parameter))
+    task.recompute(model)
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(engine, tokens)
+    def step() -> torch.Tensor:
+        loss = task.loss(engine)
         engine.backward(loss)
         engine.step()
         return loss.detach()
 
-    found = timed(step, batch_of(batch), steps)
-    count = sum(p.ds_numel for p in model.parameters())
+    found = timed(step, task.tokens, steps)
+    count = sum(p.ds_numel for p in model.parameters())  # type: ignore[attr-defined]
     return {**found, "version": ds.__version__, "parameters": count, "pinned": pin}
 
 
-class Masters:
-    """AdamW on float32 masters in separate torch operations, the model in bf16: written from the
-    papers and not from the engine."""
+def compile_adam() -> None:
+    """DeepSpeed's CPU Adam, compiled once and kept in torch's cache of extensions."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder  # type: ignore[import-not-found]
 
-    def __init__(self, model: nn.Module, lr: float, decay: float, clip: float) -> None:
-        self.parameters = list(model.parameters())
-        self.masters = [p.detach().float() for p in self.parameters]
-        self.first = [torch.zeros_like(m) for m in self.masters]
-        self.second = [torch.zeros_like(m) for m in self.masters]
-        self.lr, self.decay, self.clip, self.count = lr, decay, clip, 0
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One update of all parameters; gradients are cleared."""
-        self.count += 1
-        norm = torch.nn.utils.get_total_norm([p.grad.float() for p in self.parameters])  # type: ignore[union-attr]
-        scale = min(1.0, self.clip / (float(norm) + 1e-6))
-        c1, c2 = 1 - 0.9**self.count, 1 - 0.999**self.count
-        for p, w, m, v in zip(self.parameters, self.masters, self.first, self.second, strict=True):
-            assert p.grad is not None
-            g = p.grad.float() * scale
-            m.lerp_(g, 0.1)
-            v.mul_(0.999).addcmul_(g, g, value=0.001)
-            w.mul_(1 - self.lr * self.decay)
-            w.addcdiv_(m / c1, (v / c2).sqrt_().add_(1e-8), value=-self.lr)
-            p.copy_(w)
-            p.grad = None
-
-
-class Exact(Masters):
-    """The same AdamW in the order of operations that Evener's kernels document (crates/kernels,
-    adam.rs), each rounded once: then every bit must agree."""
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """As `Masters.step`."""
-        self.count += 1
-        gradients = [p.grad for p in self.parameters]
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # type: ignore[arg-type]
-        norm = torch.linalg.vector_norm(torch.stack(list(norms)))
-        scale = (self.clip / (norm + 1e-6)).clamp(max=1.0).item()
-        c1, c2 = 1 - 0.9**self.count, 1 - 0.999**self.count
-        root = torch.tensor(1 / c2**0.5, dtype=torch.float64).float().item()
-        for p, w, m, v in zip(self.parameters, self.masters, self.first, self.second, strict=True):
-            assert p.grad is not None
-            g = p.grad.float() * scale
-            w.mul_(1 - self.lr * self.decay)
-            m.mul_(0.9).add_(g * (1 - 0.9))
-            v.mul_(0.999).add_((g * g) * (1 - 0.999))
-            w.sub_((m / v.sqrt().mul_(root).add_(1e-8)).mul_(self.lr / c1))
-            p.copy_(_optimizers.split(w)[0])
-            p.grad = None
+    CPUAdamBuilder().load(verbose=False)

@@ -27,23 +27,22 @@ import argparse
 import copy
 import gc
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import math
 import os
-import platform
 import re
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import harness
 
 COLUMNS = ("ddp", "fp16", "bf16", "powersgd", "int8", "topk", "lowrank")
 TITLES = {
@@ -62,33 +61,13 @@ BESIDE = {
     "topk": ("ddp", "fp16", "bf16", "powersgd"),
     "lowrank": ("ddp", "fp16", "bf16", "powersgd"),
 }
-_MARK = "ZOO "
 _MOST_SETTLING = 700
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a worker is told."""
-
-    models: list[str]
-    columns: list[str]
-    rate: float
-    device: str
-    tiny: bool
-    seconds: float
-    rounds: int
-    most_rounds: int
-    error: float
-    most_steps: int
-    until: float  # time.time() after which no model is begun
-    batch: int
-    threads: int
 
 
 # --- in the nodes ---
 
 
-def worker(settings: Settings) -> None:
+def worker(settings: argparse.Namespace) -> None:
     """One rank: all models, one after another; rank 0 prints a line of JSON for each."""
     import torch
     import torch.distributed as dist
@@ -106,10 +85,6 @@ def worker(settings: Settings) -> None:
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=120))
     control = dist.new_group(backend="gloo")
 
-    def say(kind: str, **what: Any) -> None:
-        if rank == 0:
-            print(_MARK + json.dumps({"kind": kind, **what}), flush=True)
-
     if rank == 0:
         import evener.base.log  # noqa: F401 - the planner's lines
     for name in settings.models:
@@ -117,10 +92,12 @@ def worker(settings: Settings) -> None:
         dist.broadcast_object_list(go, src=0, group=control)
         if not go[0]:
             break
-        say("begins", model=name)
-        say("row", row=Measurement(name, settings, control).run())
-    if gpu:
-        torch.cuda.synchronize()
+        if rank == 0:
+            harness.say(begins=name)
+        row = Measurement(name, settings, control).run()
+        if rank == 0:
+            harness.say(row=row)
+    harness.settle()
     dist.barrier(group=control)
     sys.stdout.flush()
     os._exit(0)  # groups of NCCL's take seconds to end, and nothing is left to say
@@ -129,7 +106,9 @@ def worker(settings: Settings) -> None:
 class Column:
     """One way to combine a model's gradients, in training."""
 
-    def __init__(self, name: str, module: Any, batch: Any, entry: Any, settings: Settings) -> None:
+    def __init__(
+        self, name: str, module: Any, batch: Any, entry: Any, settings: argparse.Namespace
+    ) -> None:
         import torch
 
         self.name, self.batch, self.entry = name, batch, entry
@@ -217,7 +196,7 @@ class Column:
 class Measurement:
     """All columns of one model at one rate."""
 
-    def __init__(self, name: str, settings: Settings, control: Any) -> None:
+    def __init__(self, name: str, settings: argparse.Namespace, control: Any) -> None:
         self.name, self.settings, self.control = name, settings, control
         self.gpu = settings.device == "cuda"
 
@@ -273,7 +252,7 @@ class Measurement:
         del columns
         gc.collect()  # models and their reducers hold each other
         if self.gpu:
-            torch.cuda.synchronize()
+            harness.settle()
             torch.cuda.empty_cache()
         row["took_s"] = round(time.perf_counter() - began, 2)
         return row
@@ -301,7 +280,7 @@ class Measurement:
             began = time.perf_counter()
             for done in range(1, 5):
                 column.step()
-                self._wait()
+                harness.settle()
                 # A second each is slow: the host's clock differs, so rank 0's counts.
                 if done >= 2 and self._agreed(time.perf_counter() - began) > done:
                     break
@@ -326,7 +305,7 @@ class Measurement:
         import torch
         import torch.distributed as dist
 
-        self._wait()
+        harness.settle()
         dist.barrier(group=self.control)
         column.step()
         marks = []
@@ -335,7 +314,7 @@ class Measurement:
             column.step()
         marks.append(self._mark())
         column.finish()
-        self._wait()
+        harness.settle()
         if self.gpu:
             times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
         else:
@@ -352,12 +331,6 @@ class Measurement:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _wait(self) -> None:
-        import torch
-
-        if self.gpu:
-            torch.cuda.synchronize()
 
     def _agreed(self, value: float) -> float:
         import torch.distributed as dist
@@ -400,27 +373,6 @@ class Measurement:
 # --- outside of them ---
 
 
-def machine(device: str) -> dict[str, Any]:
-    """What this ran on."""
-    import torch
-
-    versions = {}
-    for package in ("torch", "torchvision", "timm", "transformers"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = ""
-    found: dict[str, Any] = {
-        "versions": versions,
-        "kernel": platform.release(),
-        "cpus": os.cpu_count(),
-    }
-    if device == "cuda":
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
-
-
 class Kept:
     """The results' file: rows by model and rate, in the order in which they came."""
 
@@ -444,54 +396,33 @@ class Kept:
             *(old for old in self.record["rows"] if (old["model"], old["rate"]) != same),
             row,
         ]
-        self.write()
-
-    def write(self) -> None:
-        """All or nothing."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
-        part.replace(self.path)
+        harness.write(self.path, self.record)
 
 
-def at_rate(settings: Settings, kept: Kept, timeout: float) -> list[str]:
+def at_rate(settings: argparse.Namespace, kept: Kept, timeout: float) -> list[str]:
     """Train `settings.models` in one lab; returns the models of which no row came."""
-    from evener.tools.lab import Lab, Spec
-
     left, begun = list(settings.models), [""]
 
-    def on_line(rank: int, node: str, stream: str, line: str) -> None:
-        if not line.startswith(_MARK):
-            shown = "plan:" in line or "Error" in line or "error" in line
-            if shown or os.environ.get("ZOO_VERBOSE"):
-                print(f"    [{rank}@{node} {stream}] {line.rstrip()[:400]}", flush=True)
-            return
-        told = json.loads(line.removeprefix(_MARK))
-        if told["kind"] == "begins":
-            begun[0] = told["model"]
-        else:
-            row = told["row"]
+    def hear(_lab: Any, rank: int, line: str) -> None:
+        if "plan:" in line or "rror" in line:
+            print(f"    [{rank}] {line.rstrip()[:400]}", flush=True)
+
+    def heard(told: dict[str, Any]) -> None:
+        begun[0] = told.get("begins", "")
+        if row := told.get("row"):
             left.remove(row["model"])
-            begun[0] = ""
             kept.add(row)
             print(said(row), flush=True)
 
     rate = f"{settings.rate:g}gbit" if settings.rate >= 1 else f"{1000 * settings.rate:g}mbit"
     env = {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"), "EVENER_LOG": "info"}
-    with Lab(Spec.parse(f"2x1@{rate}")) as lab:
-        argv = [sys.executable, __file__, "--worker", json.dumps(asdict(settings))]
-        result = lab.launch(argv, env=env, timeout=timeout, on_line=on_line)
-    if result.status and begun[0]:
+    argv = [sys.executable, __file__, "--worker", json.dumps(vars(settings))]
+    job = harness.in_lab(f"2x1@{rate}", argv, env=env, limit=timeout, hear=hear, heard=heard)
+    if job.status and begun[0]:
         left.remove(begun[0])
-        kept.add(
-            {
-                "model": begun[0],
-                "rate": settings.rate,
-                "cells": {},
-                "error": f"the job ended with status {result.status}",
-            }
-        )
-        print(f"  {begun[0]}: the job ended with status {result.status}", flush=True)
+        error = f"the job ended with {job.failed}"
+        kept.add({"model": begun[0], "rate": settings.rate, "cells": {}, "error": error})
+        print(f"  {begun[0]}: {error}", flush=True)
     return left
 
 
@@ -501,9 +432,8 @@ def said(row: dict[str, Any]) -> str:
         f"{name} {cell['error'][:60] if 'error' in cell else str(cell['step_ms']) + ' ms'}"
         for name, cell in row["cells"].items()
     )
-    return f"  {row['model']} at {row['rate']:g} Gb/s ({row.get('took_s', 0)} s): " + (
-        row.get("error") or cells
-    )
+    where = f"  {row['model']} at {row['rate']:g} Gb/s ({row.get('took_s', 0)} s): "
+    return where + (row.get("error") or cells)
 
 
 def step(row: dict[str, Any], column: str) -> float | None:
@@ -519,88 +449,55 @@ def against(row: dict[str, Any], column: str) -> float | None:
     return min(others) / own if own and others else None
 
 
-def mean(ratios: list[float]) -> float:
-    """Geometric; nan where there is none."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
-
-
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: samples/s per rank, ratios, and what was expected."""
+    """For each rate samples/s per rank, ratios, and what was expected."""
     lines = []
     for rate in sorted({row["rate"] for row in rows}, reverse=True):
-        here = [row for row in rows if row["rate"] == rate]
+        here = [row for row in rows if row["rate"] == rate and not row.get("error")]
         floors = [name for name in BESIDE if any(name in row["cells"] for row in here)]
         columns = [name for name in COLUMNS if any(name in row["cells"] for row in here)]
-        heads = [
-            f"{rate:g} Gb/s, samples/s a rank",
-            "MB",
-            *(TITLES[name] for name in columns),
-            *(f"{name} / best" for name in floors),
-            "kept",
-            "expected / measured",
-        ]
-        lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+        shown = []
         for row in here:
-            if row.get("error"):
-                lines.append(f"| {row['model']} | failed: {row['error'][:80]} |")
-                continue
-            shown = [row["model"], f"{row['gradient_bytes'] / 1e6:.0f}"]
-            for name in columns:
-                ms = step(row, name)
-                failed = "failed" if name in row["cells"] else ""
-                shown.append(failed if ms is None else f"{1e3 * row['batch'] / ms:,.0f}")
-            for name in floors:
-                ratio = against(row, name)
-                shown.append("" if ratio is None else f"{ratio:.3f}")
-            plans = [row["cells"].get(name, {}).get("plan") for name in floors]
-            shown.append("; ".join(plan["kept"] for plan in plans if plan))
-            shown.append(
-                "; ".join(
-                    f"{plan['expected_ms'] / ms:.2f}"
-                    for name, plan in zip(floors, plans, strict=True)
-                    if plan and (ms := step(row, name))
-                )
-            )
-            lines.append("| " + " | ".join(shown) + " |")
+            times = {name: step(row, name) for name in columns}
+            plans = {name: row["cells"].get(name, {}).get("plan") for name in floors}
+            shown.append([
+                row["model"],
+                f"{row['gradient_bytes'] / 1e6:.0f}",
+                *("failed" if name in row["cells"] and not ms else ms and 1e3 * row["batch"] / ms
+                  for name, ms in times.items()),
+                *(against(row, name) for name in floors),
+                "; ".join(plan["kept"] for plan in plans.values() if plan),
+                "; ".join(f"{plan['expected_ms'] / ms:.2f}" for name, plan in plans.items()
+                          if plan and (ms := times[name])),
+            ])  # fmt: skip
+        heads = [f"{rate:g} Gb/s, samples/s a rank", "MB", *(TITLES[name] for name in columns),
+                 *(f"{name} / best" for name in floors), "kept", "expected / measured"]  # fmt: skip
+        lines += [harness.show(heads, shown), ""]
         for name in floors:
             ratios = [ratio for row in here if (ratio := against(row, name))]
-            plain = [
-                min(others) / own
-                for row in here
-                if (own := step(row, name))
-                and (others := [ms for n in ("ddp", "fp16") if (ms := step(row, n))])
-            ]
             held = [
                 abs(plan["expected_ms"] / ms - 1) <= 0.1
                 for row in here
                 if (ms := step(row, name)) and (plan := row["cells"][name].get("plan"))
             ]
-            hidden = [
-                row["model"]
-                for row in here
-                if (ms := step(row, name))
-                and (plan := row["cells"][name].get("plan"))
-                and plan["hidden"]
-                and ms > 1.1 * plan["compute_ms"]
-            ]
-            lines.append("")
+            mean = statistics.geometric_mean(ratios) if ratios else math.nan
             lines.append(
                 f"{TITLES[name]}: {sum(r >= 0.98 for r in ratios)} of {len(ratios)} rows at least "
-                f"0.98 of the best of {', '.join(BESIDE[name])}; geometric mean {mean(ratios):.3f},"
-                f" against the best of DDP and fp16 {mean(plain):.3f}; expected within 10% in "
-                f"{sum(held)} of {len(held)}"
-                + (f"; said to be hidden and was not: {', '.join(hidden)}" if hidden else "")
+                f"0.98 of the best of {', '.join(BESIDE[name])}; geometric mean {mean:.3f}; "
+                f"expected within 10% in {sum(held)} of {len(held)}"
             )
+        lines += [f"{row['model']} failed: {row['error'][:80]}" for row in rows
+                  if row["rate"] == rate and row.get("error")]  # fmt: skip
         lines.append("")
     return "\n".join(lines)
 
 
 def main() -> int:
     """All rates, as far as the budget goes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.arguments(__doc__, json="zoo.json")
     parser.add_argument("--models", help="separated by commas; default: all twenty")
     parser.add_argument("--rates", default="25,10,1", help="Gb/s of a node's link")
-    parser.add_argument("--columns", default=",".join(COLUMNS))
+    parser.add_argument("--columns", help="default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models, for CPUs")
     parser.add_argument("--batch", type=int, default=0, help="samples a rank, for all models")
@@ -613,11 +510,10 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=0, help="begin no model after so long")
     parser.add_argument("--again", action="store_true", help="also what is in the file")
     parser.add_argument("--show", action="store_true", help="measure nothing, print the table")
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/zoo.json"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        worker(Settings(**json.loads(given.worker)))
+        worker(argparse.Namespace(**json.loads(given.worker)))
         return 0
     kept = Kept(given.json)
     if given.show:
@@ -625,42 +521,25 @@ def main() -> int:
         return 0
     from zoo_models import ZOO
 
-    models = given.models.split(",") if given.models else list(ZOO)
-    columns = [
-        name
-        for name in given.columns.split(",")
-        # The hook mixes up its collectives over Gloo where there are several buckets.
-        if not (name == "powersgd" and given.device == "cpu")
-    ]
-    for name in (*models, *columns):
-        if name not in ZOO and name not in COLUMNS:
-            print(f"error: there is no {name}\nfix: choose from {', '.join([*ZOO, *COLUMNS])}")
-            return 2
+    models = harness.choose(given.models, list(ZOO), "model")
+    columns = harness.choose(given.columns, COLUMNS, "column")
+    if given.device == "cpu":  # the hook mixes up its collectives over Gloo with several buckets
+        columns = [name for name in columns if name != "powersgd"]
     began = time.time()
-    until = began + given.budget_s if given.budget_s else began + 1e9
-    kept.record["runs"].append(
-        {
-            "command": " ".join(["python", "benchmarks/zoo.py", *sys.argv[1:]]),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "machine": machine(given.device),
-        }
-    )
-    for rate in [float(text) for text in given.rates.split(",")]:
+    until = began + (given.budget_s or 1e9)
+    kept.record["runs"].append(harness.record(given, ["timm", "transformers"]))
+    for rate in map(float, given.rates.split(",")):
         left = [m for m in models if given.again or not kept.has(m, rate, columns)]
         for _ in range(3):  # a model that ends the job is noted, and the others go on
             if not left or time.time() >= until:
                 break
             print(f"{rate:g} Gb/s: {', '.join(left)}", flush=True)
-            settings = Settings(
-                left, columns, rate, given.device, given.tiny, given.seconds, given.rounds,
-                given.most_rounds, given.error, given.most_steps, until, given.batch, given.threads,
-            )  # fmt: skip
+            told = {name: value for name, value in vars(given).items() if name != "json"}
+            told |= {"models": left, "columns": columns, "rate": rate, "until": until}
             timeout = max(60.0, until - time.time() + 45) if given.budget_s else 7200.0
-            left = at_rate(settings, kept, timeout)
-    kept.write()
-    print()
-    print(table(kept.record["rows"]))
-    print(f"{time.time() - began:.0f} s; {kept.path}")
+            left = at_rate(argparse.Namespace(**told), kept, timeout)
+    harness.write(kept.path, kept.record)
+    print(f"\n{table(kept.record['rows'])}\n{time.time() - began:.0f} s; {kept.path}")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 A **room** is a package or module directly under `evener`. Each package of `tools` is one too, and
 so are the two parts of `horovod` that start jobs. docs/architecture.md says what each is for.
-Checked for every import, also one inside a function (TYPE_CHECKING apart):
+Checked for every import, also one inside a function or for type checkers alone:
 
 - levels: cli > tools > doors > pillars > base > native. A room imports the levels below its own.
   Rooms of one level import each other only where USES says so, and USES has no circle.
@@ -30,13 +30,19 @@ LEVELS = [
         "tool",
         {
             "tools.launch", "tools.bench", "tools.lab", "tools.analyze", "tools.doctor",
-            "tools.place", "tools.plan", "tools.stats", "tools.fabric", "tools.about",
+            "tools.place", "tools.plan", "tools.stats", "tools.fabric", "tools.about", "tools.why",
+            "tools.quickstart", "tools.completion",
             "horovod.runner",  # `horovodrun`: inside horovod, where upstream has it
             "horovod.ray",  # starts jobs too, on a Ray cluster
         },
     ),
     ("door", {"ddp", "fsdp", "horovod", "door"}),
-    ("pillar", {"comm", "zero", "net", "embedding", "pipeline", "moe", "precision", "compile"}),
+    (
+        "pillar",
+        {
+            "comm", "zero", "net", "embedding", "pipeline", "moe", "precision", "compile", "watch",
+        },
+    ),
     ("base", {"base", "errors"}),
     ("native", {"_native"}),
 ]  # fmt: skip
@@ -48,10 +54,13 @@ USES = {
     ("pipeline", "comm"),  # what every rank hears of; gradients between replicas
     ("moe", "comm"),  # which ranks share a host
     ("door", "ddp"),  # the door calls accelerate()
+    ("door", "fsdp"),
     ("tools.analyze", "tools.fabric"),  # the map of the fabric
     ("tools.place", "tools.fabric"),
     ("tools.launch", "tools.place"),  # --map
     ("tools.launch", "tools.fabric"),
+    ("tools.launch", "tools.why"),  # it watches the job that it started
+    ("tools.why", "tools.analyze"),  # one verdict, live and from files
     ("tools.lab", "tools.launch"),  # --horovod: the folder of its package, each rank's variables
     ("tools.bench", "tools.lab"),  # a bench may run in a lab
     ("tools.plan", "tools.bench"),  # the models and the clock of the bench
@@ -90,6 +99,8 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     """Dotted name > file, of all of the package."""
     found = {}
     for path in root.rglob("*.py"):
+        if "projects" in path.parts:
+            continue  # users' programs, which `evener quickstart` writes
         parts = path.relative_to(root.parent).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
@@ -100,26 +111,19 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports of a module, wherever they stand, but those for type checkers alone."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
-            yield from _statements(node)
-
-
 def imports(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str, str]]:
     """(line, module, name) of what a file imports of evener; name: "" for the module itself."""
-    for node in _statements(_tree(path)):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             found = [(alias.name, "") for alias in node.names]
-        else:
+        elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             found = [
                 (inner, "") if (inner := f"{base}.{alias.name}") in known else (base, alias.name)
                 for alias in node.names
             ]
+        else:
+            continue
         yield from ((node.lineno, *each) for each in found if each[0].split(".")[0] == "evener")
 
 
@@ -149,7 +153,7 @@ def directions(known: dict[str, Path]) -> Iterator[str]:
         for ours, theirs in sorted(set(pairs) - met):
             yield f"{ours} does not import {theirs} any more: take it out of {name}"
     rooms = {ours: {b for a, b in USES if a == ours} for ours, _ in USES}
-    yield from (f"rooms use each other in a circle: {knot}" for knot in _knots(rooms))
+    yield from (f"rooms use each other in a circle: {knot}" for knot in knots(rooms))
 
 
 def faces(known: dict[str, Path]) -> Iterator[str]:
@@ -195,10 +199,10 @@ def circles(known: dict[str, Path]) -> Iterator[str]:
         module: {t for _, t, _ in imports(path, known) if t in known and t != module}
         for module, path in known.items()
     }
-    yield from (f"modules import each other in a circle: {knot}" for knot in _knots(graph))
+    yield from (f"modules import each other in a circle: {knot}" for knot in knots(graph))
 
 
-def _knots(graph: dict[str, set[str]]) -> Iterator[str]:
+def knots(graph: dict[str, set[str]]) -> Iterator[str]:
     """One circle through each set of nodes that reach each other (Tarjan, 1972)."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}

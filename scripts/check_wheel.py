@@ -21,6 +21,7 @@ REQUIRED = [
     "evener/lib/libevener-tensorflow.so",
     "evener/lib/libnccl-net-evener.so",
     "evener/py.typed",
+    "evener/tools/quickstart/projects/ddp/evener.toml",
 ]
 
 

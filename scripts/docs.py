@@ -46,7 +46,6 @@ FACES: dict[str, tuple[str, list[str] | None]] = {
             "register",
             "suitable",
             "Wire",
-            "within_range",
         ],
     ),
     "horovod": ("evener.horovod.torch", None),

@@ -6,7 +6,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # without bytecode an import of TensorFlow takes 11 s of a core, not 4
 first=(tests/comm tests/door tests/lab)
-second=(tests/guide tests/horovod)
+second=(tests/compile tests/guide tests/horovod tests/precision)
 third=(tests/bench tests/embedding tests/examples tests/launch tests/net)
 fourth=("${first[@]/#/--ignore=}" "${second[@]/#/--ignore=}" "${third[@]/#/--ignore=}")
 mkdir -p .build

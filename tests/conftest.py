@@ -4,12 +4,18 @@ import os
 import signal
 from contextlib import suppress
 
+from tests.remote import sshd  # noqa: F401 - a fixture for all
+
 # A suite that is started in the background inherits an ignored SIGINT, and so would every process
 # that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Unbuffered, print() writes a line in pieces, and mpirun mixes the pieces of its ranks.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# Threads of OpenMP spin while they wait for each other. Models here are tiny and parts of the suite
+# run side by side: spinning took 20 of 25 s of processor time of tests/precision/test_torch.py.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # An example that takes longer on a busy machine is no failure. Environments of other programs
 # (`make wild`) have no hypothesis.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,12 @@ def test_help_and_completion_import_little(line: str) -> None:
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
         assert not heavy & {*done.stderr.split()}
         assert "launch" in done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_of_the_shell(shell: str) -> None:
+    done = evener("completion", shell)
+    assert done.returncode == 0 and f"_EVENER_COMPLETE={shell}_complete" in done.stdout
+    if shutil.which(shell):
+        checked = subprocess.run([shell, "-n"], input=done.stdout, text=True, capture_output=True)
+        assert checked.returncode == 0, checked.stderr

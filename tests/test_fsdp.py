@@ -11,9 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 import evener.fsdp
+from evener.base import torch_names
 from evener.errors import UsageError
 from tests import worlds
 from tests.comm import models
@@ -157,9 +162,9 @@ def test_accumulation() -> None:
         assert 0 < compressed < 0.02
 
 
-def in_bf16(rank: int, size: int) -> tuple[float, float]:
+def in_bf16(rank: int, size: int, reduce_dtype: torch.dtype | None) -> tuple[float, float]:
     mesh = meshes(size)
-    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)}
     native, exact, coded = (shard(model(), mesh, **policy) for _ in range(3))
     train(native, rank)
     train(evener.fsdp.accelerate(exact), rank)
@@ -167,8 +172,10 @@ def in_bf16(rank: int, size: int) -> tuple[float, float]:
     return apart(whole(native), whole(exact)), apart(whole(native), whole(coded))
 
 
-def test_bf16_gradients() -> None:
-    for exact, coded in worlds.run([2, 2], in_bf16):
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, None])
+def test_bf16_gradients(reduce_dtype: torch.dtype | None) -> None:
+    # Unset: up to torch 2.14 the dtype of the computation, from 2.15 on the parameter's.
+    for exact, coded in worlds.run([2, 2], in_bf16, reduce_dtype):
         assert exact == 0
         assert 0 < coded < 0.05
 
@@ -249,6 +256,58 @@ def test_a_plan_is_tried_before_it_is_kept() -> None:
     assert found[1][1] == found[3][1]
 
 
+class WithLoss(nn.Module):
+    """A model that is trained by a method of its own; `forward` is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 7)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a batch."""
+        return self.head(self.body(x)).square().mean()
+
+
+def by_method(rank: int, size: int) -> dict[str, Any]:
+    mesh, found = meshes(size), {}
+    results = []
+    for options in (None, {"mode": "exact"}, {"mode": "int8"}, {"mode": "auto", "floor": "int8"}):
+        module = WithLoss()
+        for block in module.body:
+            fully_shard(block, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        register_fsdp_forward_method(module, "loss")
+        if options is not None:
+            evener.fsdp.accelerate(module, **options)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        for step in range(16):
+            optimizer.zero_grad()
+            module.loss(batch(step, rank)).backward()
+            optimizer.step()
+        results.append(whole(module))
+        if options is not None:
+            planner = module._evener_door.planner
+            found[options["mode"]] = (
+                apart(results[0], results[-1]),
+                module.evener.steps,
+                planner is None or planner.settled,
+                same_on_all_ranks(results[-1], size),
+            )
+            evener.fsdp.release(module)
+    return found
+
+
+def test_a_method_that_is_registered_counts_as_the_forward() -> None:
+    """Steps through `register_fsdp_forward_method` are counted, guarded and planned."""
+    for found in worlds.run([2, 2], by_method, env={"EVENER_TRIAL_STEPS": "1"}):
+        for mode, (difference, steps, settled, same) in found.items():
+            assert steps == 15, mode  # the last one has not been followed by a forward
+            assert settled and same, mode
+            assert difference == 0 if mode == "exact" else difference < 3e-2, mode
+            assert difference > 0 or mode != "int8", "nothing was compressed"
+
+
 def refusals(rank: int, size: int) -> dict[str, str]:
     mesh, found = meshes(size), {}
 
@@ -258,7 +317,8 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         found[name] = str(error.value)
 
     refused("plain", lambda: evener.fsdp.accelerate(model()))
-    refused("no replicas", lambda: evener.fsdp.accelerate(shard(model(), mesh["shard"])))
+    alone = shard(model(), mesh["shard"])
+    refused("no replicas", lambda: evener.fsdp.accelerate(alone, floor="int8"))
     both = shard(model(), mesh)
     refused("both", lambda: evener.fsdp.accelerate(both, replicate=mesh["replicate"]))
     refused("mode", lambda: evener.fsdp.accelerate(both, mode="fp8"))
@@ -280,7 +340,7 @@ def refusals(rank: int, size: int) -> dict[str, str]:
 def test_refusals_name_the_fix() -> None:
     found = worlds.run([2, 2], refusals)[0]
     assert "fully_shard" in found["plain"]
-    assert "replicate=" in found["no replicas"]
+    assert "leave floor= out" in found["no replicas"]
     assert "leave replicate= out" in found["both"]
     assert "choose one of auto" in found["mode"]
     assert "mode='auto'" in found["floor"]
@@ -300,3 +360,15 @@ def unlike(rank: int, size: int) -> bool:
 
 def test_replicas_begin_alike() -> None:
     assert all(worlds.run([2, 2], unlike))
+
+
+def test_an_untried_torch_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch_names, "_said", False)
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    logger = logging.getLogger("tests.untried")
+    for _ in range(2):
+        torch_names.say_untried(logger)
+    (record,) = caplog.records
+    assert "not tried with torch 2.99.0+cpu" in record.getMessage()

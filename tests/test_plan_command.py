@@ -56,8 +56,9 @@ def test_a_model_from_its_shapes() -> None:
 
 def test_the_batch_is_the_models_own_where_none_is_given() -> None:
     given = ("--compute-ms", "65", "--nodes", "2x1", "--network", "25gbit")
-    assert plan("--model", "gpt2", *given)["given"]["batch_size"] == 8
-    assert "gpt2, batch 8," in plan("--model", "gpt2", *given)["source"]
+    found = plan("--model", "gpt2", *given)
+    assert found["given"]["batch_size"] == 8
+    assert "gpt2, batch 8," in found["source"]
     assert plan("--model", "mlp-tiny", *given)["given"]["batch_size"] == 128
     assert plan("--model", "gpt2", "--batch-size", "2", *given)["given"]["batch_size"] == 2
 

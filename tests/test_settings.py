@@ -94,7 +94,13 @@ def test_every_default_is_a_value_that_would_be_accepted() -> None:
     ],
 )
 def test_a_name_that_is_nearly_a_settings_is_found(name: str, meant: str) -> None:
-    assert settings.misspelt([name]) == [(name, meant)]
+    (line,) = settings.misspelt([name])
+    assert line.startswith(f"{name} is not a setting") and line.endswith(f"; {meant} is one")
+
+
+def test_a_name_of_eveners_that_is_no_setting_is_found() -> None:
+    (line,) = settings.misspelt(["EVENER_QUITE_ANOTHER"])
+    assert "EVENER_QUITE_ANOTHER is not a setting" in line and "`evener settings`" in line
 
 
 def test_names_of_others_are_left_alone() -> None:

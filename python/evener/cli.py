@@ -14,6 +14,11 @@ from evener.net import plugin
 from evener.tools.launch.secret import shown
 
 VERBS: dict[str, tuple[str, str]] = {
+    "quickstart": (
+        "evener.tools.quickstart.command:quickstart",
+        "Write a small working project.",
+    ),
+    "completion": ("evener.tools.completion:completion", "Complete commands in your shell."),
     "launch": ("evener.tools.launch.command:launch", "Start a job on one host or many."),
     "horovodrun": ("evener.horovod.runner.launch:horovodrun", "`launch` with Horovod's options."),
     "net": ("evener.net.command:net", "Turn the NCCL plug-in on and off, see what it does."),
@@ -26,6 +31,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "analyze": (
         "evener.tools.analyze.command:analyze",
         "Read logs, say what to change.",
+    ),
+    "why": (
+        "evener.tools.why.command:why",
+        "Say why a running job is stuck or slow.",
     ),
     "place": (
         "evener.tools.place.command:place",
@@ -80,10 +89,7 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
     help="Version, build, plug-in, Python and torch; then exit.",
 )
 def evener() -> None:
-    """Fast distributed training on ordinary networks and ordinary memory.
-
-    Tab completion: eval "$(_EVENER_COMPLETE=bash_source evener)" (or zsh_source, fish_source).
-    """
+    """Fast distributed training on ordinary networks and ordinary memory."""
 
 
 @evener.command("settings")
@@ -112,7 +118,7 @@ def show_settings(as_json: bool) -> None:
 
 def main() -> None:
     """Entry point of the `evener` command."""
-    for name, meant in settings.misspelt(os.environ):
-        click.echo(f"warning: {name} is not a setting and has no effect; {meant} is one", err=True)
+    for line in settings.misspelt(os.environ):
+        click.echo(f"warning: {line}", err=True)
     plugin.withdraw()  # each verb decides for the jobs that it starts
     sys.exit(run(lambda: evener(prog_name="evener", standalone_mode=False)))

@@ -1,4 +1,4 @@
-"""The FSDP2 door: one line for a model that is sharded in the node, replicated between nodes.
+"""The FSDP2 door: one line for a model that `fully_shard` has sharded.
 
     mesh = init_device_mesh("cuda", (nodes, gpus_per_node), mesh_dim_names=("replicate", "shard"))
     for block in model.layers:
@@ -15,6 +15,9 @@ dicts and gradient clipping work as before. Evener carries the reduction between
   first; where this torch has it no more, an error says so and nothing is changed.
 - A 1-D mesh of the shard group alone, and `replicate=` the other dimension. FSDP2 then knows
   nothing of replicas, and Evener comes in by its public `set_all_reduce_hook`.
+
+A model that is sharded over all of its ranks has no replicas. There Evener takes FSDP2's place at
+its all-gathers and reduce-scatters, by FSDP2's public setters (`evener.comm.sharded`).
 """
 
 from __future__ import annotations
@@ -31,10 +34,14 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
+from evener.base import torch_names
+from evener.base.given import given
 from evener.comm import forms
+from evener.comm.mirrors import checksum
 from evener.comm.options import Options
 from evener.comm.replica_plan import ReplicaPlanner
 from evener.comm.replicas import Piece, Replicas, Unit
+from evener.comm.sharded import Sharded, refuse_for_replicas
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.fsdp")
@@ -42,6 +49,7 @@ logger = logging.getLogger("evener.fsdp")
 MODES = forms.names()
 
 
+@given
 def accelerate(
     model: nn.Module,
     *,
@@ -51,8 +59,9 @@ def accelerate(
     ratio: float | None = None,
     warmup_steps: int | None = None,
     scaler: GradScaler | None = None,
+    mirror: str | None = None,
 ) -> nn.Module:
-    """Have Evener average `model`'s gradients over its replicas; returns the model.
+    """Have Evener carry what `model`'s ranks exchange; returns the model.
 
     `model`: the root that `fully_shard` was applied to, with weights (not on the meta device).
     Collective: call it on every rank, with equal arguments, before the first backward, after the
@@ -68,14 +77,33 @@ def accelerate(
     faster than exact in a trial is not kept. `ratio`, `warmup_steps`: as in `evener.ddp`. A
     LIGHT_TOPK_* variable that is set wins. `scaler`: the GradScaler of FP16 training.
 
+    A model that is sharded over all of its ranks has no replicas. Its weights are then gathered as
+    exact differences to what each rank holds already, and `mode` is "exact" or "int8", the form of
+    its gradients. `mirror`: where that copy of the gathered weights lies, "host" (the default;
+    pinned), "gpu", or "off" to gather as FSDP2 does.
+
     `model.evener` is the `evener.comm.replicas.Replicas`: put it into what
-    torch.distributed.checkpoint saves where a form with error feedback is used.
+    torch.distributed.checkpoint saves where a form with error feedback is used. For a model without
+    replicas it is the `evener.comm.sharded.Sharded`, which has nothing to save.
 
     Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
     """
     groups = _groups(model)
     if getattr(model, "evener", None) is not None:
         raise UsageError("the model is accelerated already", "call accelerate() once")
+    if replicate is None and not any(_replicated(group) for _, group in groups):
+        refuse_for_replicas({"floor": floor, "ratio": ratio, "warmup_steps": warmup_steps}, model)
+        _refuse_meta(model)
+        device = groups[0][1].device
+        sharded = Sharded(groups, mode or "exact", mirror or "host", device)
+        object.__setattr__(model, "evener", sharded)
+        object.__setattr__(model, "_evener_door", sharded)
+        return model
+    if mirror is not None:
+        raise UsageError(
+            "mirror= was given for a model with replicas, which gathers in the node",
+            "leave mirror= out",
+        )
     options = _options(mode, floor, ratio, warmup_steps)
     group, native = _replica_group(groups, replicate)
     _refuse_meta(model)
@@ -91,13 +119,16 @@ def accelerate(
         else:
             door.set_hook(index, found)
     if replicas.logs:
+        torch_names.say_untried(logger)
+        _say_wider(groups)
         way = "the replica group of its 2-D mesh" if native else "set_all_reduce_hook"
-        logger.info("FSDP2 hands each unit's gradients over by %s", way)
+        logger.debug("FSDP2 hands each unit's gradients over by %s", way)
     object.__setattr__(model, "evener", replicas)
     object.__setattr__(model, "_evener_door", door)
     return model
 
 
+@given
 def release(model: nn.Module) -> None:
     """Give `model` back to FSDP2 alone. Collective. A 1-D mesh has then nothing that averages."""
     door = getattr(model, "_evener_door", None)
@@ -218,8 +249,7 @@ class _ReplicaGroup(dist.ProcessGroup):
         self._reduce(tensors[0], average)
         done: torch.futures.Future[Any] = torch.futures.Future()
         done.set_result(tensors)
-        create = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
-        return create(done)
+        return torch_names.work_of(done)
 
 
 # --- what a model brings ---
@@ -234,12 +264,7 @@ def _groups(model: nn.Module) -> list[tuple[str, Any]]:
         if state is None:
             continue
         sharded = True
-        group = getattr(state(), "_fsdp_param_group", _ABSENT)
-        if group is _ABSENT:
-            raise UsageError(
-                f"torch {torch.__version__} keeps FSDP2's units in another place than Evener knows",
-                "use torch 2.9 to 2.11, or train without evener.fsdp",
-            )
+        group = torch_names.fsdp_group(state(), name)
         if group is None or not any(p.sharded_param.requires_grad for p in group.fsdp_params):
             continue
         if all(group is not other for _, other in found):
@@ -256,14 +281,17 @@ def _groups(model: nn.Module) -> list[tuple[str, Any]]:
     return found
 
 
-_ABSENT: Any = object()
+def _replicated(group: Any) -> dist.ProcessGroup | None:
+    """The group over which FSDP2 itself averages the replicas of a unit."""
+    found: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
+    return found
 
 
 def _replica_group(
     groups: list[tuple[str, Any]], replicate: DeviceMesh | dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup, bool]:
     """The group of the replicas, and whether FSDP2 has it itself (a 2-D mesh)."""
-    own = {getattr(group.mesh_info, "replicate_process_group", None) for _, group in groups}
+    own = {_replicated(group) for _, group in groups}
     if len(own) > 1:
         raise UsageError(
             "the units of this model are replicated over different meshes",
@@ -274,9 +302,8 @@ def _replica_group(
         return native, True
     if replicate is None:
         raise UsageError(
-            "this model is sharded over all of its ranks: it has no replicas",
-            "give fully_shard() a 2-D mesh (replicate, shard), or accelerate() replicate=; a model "
-            "that is sharded between nodes gains by the NCCL plug-in alone",
+            "some units of this model have replicas and others have none",
+            "give every fully_shard() the same mesh",
         )
     if native is not None:
         raise UsageError(
@@ -303,8 +330,24 @@ def _unit(index: int, name: str, group: Any, names: dict[int, str]) -> Unit:
         numel = parameter.padded_sharded_param_size.numel()
         pieces.append(Piece(names.get(id(sharded), f"{name} {offset}"), offset, numel, sharded))
         offset += numel
-        dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or sharded.dtype
+        dtype = torch_names.fsdp_reduce_dtype(group, parameter)
     return Unit(index, name, pieces, offset, dtype)
+
+
+def _say_wider(groups: list[tuple[str, Any]]) -> None:
+    """From torch 2.15 on, an unset reduce_dtype means the gradient's dtype: more bytes."""
+    for name, group in groups:
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad and torch_names.fsdp_widens(group, parameter):
+                logger.warning(
+                    "%s: reduce_dtype is unset, so torch %s reduces gradients in %s, where older "
+                    "ones took %s; MixedPrecisionPolicy(reduce_dtype=...) sends less",
+                    name,
+                    torch.__version__,
+                    torch_names.fsdp_reduce_dtype(group, parameter),
+                    parameter.mp_policy.param_dtype,
+                )
+                return
 
 
 def _refuse_meta(model: nn.Module) -> None:
@@ -324,7 +367,7 @@ def _begin_alike(replicas: Replicas) -> None:
         for unit in replicas.units
         for piece in unit.pieces
     ]
-    sums = torch.stack([_checksum(tensor) for tensor in locals_]).cpu()
+    sums = torch.stack([checksum(tensor) for tensor in locals_]).cpu()
     least, most = sums.clone(), sums.clone()
     control = replicas.communicators.control.handle
     dist.all_reduce(least, dist.ReduceOp.MIN, group=control)
@@ -341,16 +384,6 @@ def _begin_alike(replicas: Replicas) -> None:
             len(differ),
             len(locals_),
         )
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """An int64 that differs where bits do, but for luck: a weighted sum that wraps."""
-    if tensor.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.contiguous().view(-1).view(kind).to(torch.int64)
-    weights = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return (bits * weights).sum()
 
 
 def _options(

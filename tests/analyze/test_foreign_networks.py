@@ -7,7 +7,7 @@ import pytest
 from foreign import HEAD, ROWS, TABLE, found, read
 from nccl_logs import Job, job
 
-from evener.tools.analyze import run_checks
+from evener.tools.analyze import collect, picture, run_checks, terminal
 from evener.tools.analyze.findings import catalogue
 from evener.tools.analyze.report.verdict import verdict
 
@@ -371,3 +371,27 @@ def test_every_finding_is_in_the_catalogue() -> None:
     subjects = "cause|run|correctness|fabric|rails|network|rings|settings|host|bandwidth|coverage"
     written = set(re.findall(rf'"((?:{subjects})\.[a-z0-9-]+)"', text))
     assert written == set(catalogue())
+
+
+def test_machines_of_one_name_are_no_one_host(tmp_path: Path) -> None:
+    lines = []
+    for node, host in enumerate(("gpu-a", "gpu-a", "gpu-b", "gpu-b")):
+        by = f"{host}:{100 + node}:{200 + node} [0] NCCL INFO"
+        ends = f"rank {node} nranks 4 cudaDev 0 nvmlDev 0 busId 1b000 commId 0xab"
+        lines += [
+            f"{by} Bootstrap: Using eth0:10.9.{node}.2<0>",
+            f"{by} ncclCommInitRank comm 0x7f{node} {ends} - Init START",
+            f"{by} comm 0x7f{node} rank {node} nRanks 4 nNodes 4 localRanks 1 localRank 0 MNNVL 0",
+            f"{by} Channel 00/0 : {(node - 1) % 4}[0] -> {node}[0] [receive] via NET/IB/0",
+            f"{by} ncclCommInitRank comm 0x7f{node} {ends} - Init COMPLETE",
+        ]
+    log = tmp_path / "log"
+    log.write_text("\n".join(lines))
+    shown = picture(collect([log]), None)
+    ids = {finding.id for finding in run_checks(shown)}
+    assert "network.node-count" in ids
+    assert "network.inside-host" not in ids
+    assert "4 hosts, 4 ranks: gpu-a, gpu-b (several have one name)" in terminal(shown, [])
+    log.write_text("\n".join(lines[:10]))
+    text = terminal(picture(collect([log]), None), [])
+    assert "4 hosts, 4 ranks: gpu-a (no line of 2 ranks)" in text

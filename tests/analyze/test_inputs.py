@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from tests import incidents as made
 
 from evener.errors import UsageError
-from evener.tools.analyze import collect
+from evener.tools.analyze import collect, picture, run_checks
 from evener.tools.analyze.command import analyze
 from evener.tools.analyze.evidence import pickles
-from evener.tools.analyze.parse import inputs, unwrap
+from evener.tools.analyze.parse import inputs, unwrap, wrapped
 
 TEXT = "\n".join(
     ["world size: 4", *[line for rank in (0, 1, 3) for line in made.watchdog(rank, 7)]]
@@ -191,10 +191,13 @@ def test_a_bomb_is_refused(form: str, tmp_path: Path, monkeypatch: pytest.Monkey
         collect([path])
 
 
-def test_a_gigabyte_of_one_line_takes_bounded_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begin", [b"", b"[rank0]: " + b"x" * 70000, b'{"a": 1}\n{"b": "'])
+def test_a_gigabyte_of_one_line_takes_bounded_memory(begin: bytes, tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("wb") as file:
+        file.write(begin)
         file.truncate(1 << 30)  # sparse: a gigabyte of zero bytes without a line's end
+        file.seek(0 if not begin else 1 << 29)
         file.write(b"x" * 4096)
     code = (
         "import resource, sys\n"
@@ -215,9 +218,10 @@ def test_a_gigabyte_of_one_line_takes_bounded_memory(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-600:]
     lines, megabytes = map(int, done.stdout.split())
-    assert (lines, megabytes < 300) == (1, True)
-    with pytest.raises(UsageError, match="binary"):
-        collect([path])
+    assert (lines, megabytes < 300) == (1 + begin.count(b"\n"), True)
+    if not begin:
+        with pytest.raises(UsageError, match="binary"):
+            collect([path])
 
 
 def test_binary_is_refused(tmp_path: Path) -> None:
@@ -225,6 +229,17 @@ def test_binary_is_refused(tmp_path: Path) -> None:
     for data in (os.urandom(1 << 16), b"\x7fELF" + bytes(4096), b"\0" * 4096):
         path.write_bytes(data)
         with pytest.raises(UsageError, match="binary"):
+            collect([path])
+
+
+def test_an_archive_that_is_damaged_inside_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.log", os.urandom(2000).hex())
+    data = bytearray(path.read_bytes())
+    for place in (0, 60):  # the member's own head, its packed bytes
+        path.write_bytes(data[:place] + bytes(8) + data[place + 8 :])
+        with pytest.raises(UsageError, match="cannot be unpacked"):
             collect([path])
 
 
@@ -372,3 +387,27 @@ def test_the_memory_of_a_stream_is_bounded() -> None:
         while stream.read(1 << 20):
             pass
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+def test_lines_that_a_terminal_broke_are_put_together(tmp_path: Path) -> None:
+    said = []
+    for rank in range(8):
+        op = "BROADCAST" if rank == 6 else "ALLREDUCE"
+        text = (
+            f"[E ProcessGroupNCCL.cpp:474] [Rank {rank}] Watchdog caught collective operation "
+            f"timeout: WorkNCCL(SeqNum=51277, OpType={op}, NumelIn=38400, NumelOut=38400, "
+            "Timeout(ms)=1800000) ran for 1800201 milliseconds before timing out."
+        )
+        said += [text[at : at + 110] for at in range(0, len(text), 110)]
+    log = tmp_path / "log"
+    for pad in (0, 110):  # what was copied from a screen has spaces to its edge
+        log.write_text("".join(line.ljust(pad) + "\n" for line in said))
+        found = run_checks(picture(collect([log]), None))[0]
+        assert found.title.startswith("rank 6 ran BROADCAST where ranks 0-5, 7 ran ALLREDUCE")
+
+
+def test_a_table_is_not_taken_for_broken_lines() -> None:
+    row = b"  1073741824     268435456     float     sum      -1   5000.0  214.75  402.65       0 "
+    assert wrapped.width(b"\n".join([row] * 40)) == 0
+    same = b"node-1:100:200 [0] NCCL INFO comm 0x7f00 rank 0 nranks 8 cudaDev 0 - Init COMPLETE."
+    assert wrapped.width(b"\n".join([same] * 40)) == 0

@@ -124,6 +124,13 @@ def test_drawings_are_well_formed(tmp_path: Path) -> None:
         ElementTree.fromstring("<svg" + part[: part.index("</svg>")] + "</svg>")
 
 
+def test_a_bandwidth_that_cannot_be_is_drawn(tmp_path: Path) -> None:
+    side = "    100.0   99999999999.0   99999999999.0      0"
+    rows = [f"  {4 * n}    {n}     float     sum      -1{side}{side}\n" for n in (1 << 18, 1 << 19)]
+    html = render(tmp_path, "".join(rows))
+    assert outline(html).count["svg"] > 1
+
+
 TREE_MAP = """
 version: 1
 hosts:

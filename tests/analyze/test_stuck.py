@@ -627,9 +627,9 @@ def test_horovods_stall_names_ranks_and_is_no_end(more: str, tmp_path: Path) -> 
         "reduced, "
         "gathered or broadcasted by subset of ranks"
     )
-    _, findings = ask(tmp_path, line + more)
+    said, findings = ask(tmp_path, line + more)
     assert [f.id for f in findings] == ["run.stalled"]
-    assert "Missing: ranks 1 and 4" in findings[0].detail
+    assert "ranks 1 and 4" in said
 
 
 def test_gloo_tells_by_exceptions(tmp_path: Path) -> None:
@@ -678,7 +678,8 @@ def test_a_traceback_without_a_rank_gets_the_launchers(tmp_path: Path) -> None:
      "exits "
      "with return code = -9",
      "subprocess.CalledProcessError: Command '['x.py']' died with <Signals.SIGKILL: 9>.",
-     "container exited with code 137"],
+     "container exited with code 137",
+     "prterun noticed that process rank 5 with PID 882 on node n2 exited on\nsignal 9 (Killed)."],
 )  # fmt: skip
 def test_other_launchers_say_that_it_was_killed(line: str, tmp_path: Path) -> None:
     _, findings = ask(tmp_path, line)
@@ -725,3 +726,52 @@ def test_a_job_that_was_told_to_end(tmp_path: Path) -> None:
     )  # fmt: skip
     assert findings[0].id == "cause.stopped"
     assert "SIGTERM" in said
+
+
+@pytest.mark.parametrize(
+    "group", ["[PG 0 (default_pg) Rank 3]", "[PG ID 0 PG GUID 0(default_pg) Rank 3]"]
+)
+def test_a_rank_that_was_told_of_the_hang_says_what_it_enqueued(group: str, tmp_path: Path) -> None:
+    told = (
+        f"[rank3]:[E909 09:55:47.0 ProcessGroupNCCL.cpp:1709] {group} Received a dump signal due "
+        "to a collective timeout from rank 1 and we will try our best to dump the debug info. Last "
+        "enqueued NCCL work: 76, last completed NCCL work: 76."
+    )
+    said, found = ask(tmp_path, [*waiting([0, 1, 2]), told])
+    assert "rank 3 is behind" in said
+    assert found[0].confidence == "measured"
+
+
+def test_a_name_that_does_not_resolve_is_why_the_connection_fails(tmp_path: Path) -> None:
+    said, _ = ask(
+        tmp_path,
+        [
+            "[W1204 18:12:05.2 socket.cpp:752] [c10d] The IPv4 network addresses of (head-0, "
+            "29400) cannot be retrieved (gai error: -2 - Name or service not known).",
+            "[E1204 18:13:01.2 socket.cpp:1019] [c10d] The client socket has failed to connect to "
+            "any network address of (head-0, 29400).",
+        ],
+    )
+    assert "the rendezvous' host name 'head-0' does not lead to the store" in said
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    ["trainer-{r}-1  | {0}", "trainer-{r} pytorch {0}", "worker-{r}: {0}",
+     "2026-01-01 10:00:0{r},123 - launcher - ERROR - {0}",
+     'ts=2026-01-01T10:00:0{r}Z level=error pod=w-{r} msg="{1}"',
+     '2026-01-01 10:00:0{r},w-{r},"{2}"'],
+)  # fmt: skip
+def test_a_traceback_behind_a_prefix_that_is_not_known(wrap: str, tmp_path: Path) -> None:
+    both = [
+        [f"[rank{r}]: Traceback (most recent call last):",
+         f'[rank{r}]:   File "/srv/app/train.py", line {7 + r}, in <module>',
+         f"[rank{r}]:     main()", f"[rank{r}]: {error}"]
+        for r, error in ((1, "KeyError: 'label'"), (2, "RuntimeError: Connection closed by peer"))
+    ]  # fmt: skip
+    lines = [
+        wrap.format(text, text.replace('"', '\\"'), text.replace('"', '""'), r=1 + n % 2)
+        for n, text in enumerate(text for pair in zip(*both, strict=True) for text in pair)
+    ]
+    said, _ = ask(tmp_path, lines)
+    assert "rank 1 raised KeyError: 'label' at /srv/app/train.py:8" in said

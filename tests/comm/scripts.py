@@ -103,12 +103,12 @@ class Heard(logging.Handler):
 
 
 @contextlib.contextmanager
-def heard(name: str = "evener") -> Iterator[Heard]:
-    """What that logger and those below it say, from INFO on."""
+def heard(name: str = "evener", level: int = logging.INFO) -> Iterator[Heard]:
+    """What that logger and those below it say, from `level` on."""
     logger, handler = logging.getLogger(name), Heard()
     before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)
     try:
         yield handler
     finally:

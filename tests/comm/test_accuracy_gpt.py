@@ -1,4 +1,4 @@
-"""benchmarks/accuracy_gpt.py: who trains when, what is concluded, and the whole path in small."""
+"""benchmarks/accuracy_gpt.py: what is concluded, and the whole path in small."""
 
 from __future__ import annotations
 
@@ -21,65 +21,6 @@ def gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     module: ModuleType = accuracy_gpt
     return module
-
-
-def _worlds(tmp_path: Path, count: int) -> list[object]:
-    from gpt_worlds import World
-
-    from evener.tools.bench.train.clusters import Loopback
-
-    made = []
-    for index in range(count):
-        folder = tmp_path / f"world{index}"
-        folder.mkdir()
-        made.append(World(f"near {index}", Loopback(2, 1), [], str(folder)))
-    return made
-
-
-def _open(tmp_path: Path) -> list[int]:
-    return [int(path.parent.name.removeprefix("world")) for path in tmp_path.glob("*/open")]
-
-
-def test_worlds_are_let_in_while_that_makes_all_faster(gpt: ModuleType, tmp_path: Path) -> None:
-    from gpt_worlds import Gate
-
-    worlds = _worlds(tmp_path, 4)
-    gate = Gate(worlds, window=1.0)
-    assert _open(tmp_path) == [0]
-    now, steps = 0.0, 0
-    for index, rate in enumerate((100, 180, 170)):  # the third makes all of them slower
-        gate.look(now, steps)  # the newest is still starting: not counted
-        worlds[index].steps = 1  # type: ignore[attr-defined]
-        gate.look(now, steps)
-        now, steps = now + 1.0, steps + rate
-        gate.look(now, steps)
-    assert gate.rates == [100, 180, 170]
-    assert gate.settled
-    assert sorted(_open(tmp_path)) == [0, 1]
-    assert sorted(p.parent.name for p in tmp_path.glob("*/shut")) == ["world2", "world3"]
-
-
-def test_another_world_takes_the_place_of_one_that_failed(gpt: ModuleType, tmp_path: Path) -> None:
-    from gpt_worlds import Gate
-
-    worlds = _worlds(tmp_path, 2)
-    gate = Gate(worlds, window=1.0)
-    worlds[0].ended = "ended with status 1"  # type: ignore[attr-defined]
-    gate.look(0.0, 0)
-    assert 1 in _open(tmp_path)
-
-
-def test_no_training_is_taken_twice(gpt: ModuleType, tmp_path: Path) -> None:
-    from gpt_worlds import Job, take
-
-    jobs = [Job("exact", 0), Job("fp16", 0)]
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "open").touch()
-    assert [take(jobs, str(tmp_path / name)) for name in "aba"] == [0, 1, -1]
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "shut").touch()
-    assert take(jobs, str(tmp_path / "c")) == -1
 
 
 def test_the_verdict_compares_with_the_seeds_own_spread(gpt: ModuleType) -> None:

@@ -251,6 +251,13 @@ def first_half(rank: int, size: int, path: str, form: str, parts: bool) -> None:
 def second_half(rank: int, size: int, path: str, form: str, late: bool) -> None:
     run = Run(rank, form, **(PARTS if late else {}))
     saved = torch.load(path)
+    if late:  # as older versions named a compiled model's
+        saved["state"] = {
+            key: {f"_orig_mod.{name}": value for name, value in found.items()}
+            if isinstance(found, dict)
+            else found
+            for key, found in saved["state"].items()
+        }
     run.applied, run.wanted = saved["applied"], saved["wanted"]
     if late:  # after the first step, whose layout was a guess
         run.step(50)

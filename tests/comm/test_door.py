@@ -64,6 +64,34 @@ def test_a_dropped_model_gives_back_what_it_had() -> None:
             assert max(kind[6:]) <= max(kind[:6]), counts
 
 
+def resident() -> float:
+    """MB of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+
+def planned_again_and_again(rank: int, size: int) -> list[float]:
+    found = []
+    for _ in range(8):
+        module = nn.Linear(64, 64)
+        model = DistributedDataParallel(module)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        accelerate(model, optimizer, mode="exact")
+        for _ in range(14):
+            optimizer.zero_grad()
+            model(torch.randn(4, 64)).mean().backward()
+            optimizer.step()
+        del model, optimizer, module
+        gc.collect()
+        found.append(resident())
+    return found
+
+
+def test_a_probe_gives_its_memory_back() -> None:
+    """Reducers that are planned one after the other need no more memory than one."""
+    for found in worlds.run([1, 1], planned_again_and_again):
+        assert found[-1] - found[0] < 16, "a probe's two copies are 34 MB"
+
+
 def made_anew(rank: int, size: int) -> None:
     """What was dropped belongs to a default group that is gone."""
     for turn in range(3):

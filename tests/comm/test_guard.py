@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,31 +137,3 @@ def test_ranks_agree_where_their_optimizers_do_not() -> None:
     """The guard's answer is one for all: the stricter."""
     found = worlds.run([1, 1], fallen, [SGD, ADAMW], False, "topk", env=ENVIRONMENT)
     assert found[0] == found[1] and found[0][-1] == "int8"
-
-
-# --- the benchmark on which the limits rest ---
-
-
-def test_the_benchmark_trains_and_falls_as_a_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import guard_limits
-
-    monkeypatch.setattr(guard_limits.Digits, "steps", 12)
-    threads = torch.get_num_threads()
-    done = [
-        guard_limits.train(guard_limits.Job("digits", optimizer, form, 0, 4, ""))
-        for optimizer in ("sgd", "adamw")
-        for form in ("exact", "int8", "topk:0.01", "guard:0.01")
-    ]
-    torch.set_num_threads(threads)
-    made = {(row["optimizer"], row["form"]): row for row in guard_limits.table(done)}
-    assert made["sgd", "exact"]["difference"] == 0 and "cosine" not in made["sgd", "exact"]
-    for optimizer in ("sgd", "adamw"):
-        int8, topk = made[optimizer, "int8"], made[optimizer, "topk:0.01"]
-        assert list(int8["at"]) == list(topk["at"]) == ["4", "8", "12"]
-        assert int8["cosine"]["least"] > 0.99 and int8["residual_ratio"]["most"] < 0.05
-        assert topk["cosine"]["most"] < 0.9 and topk["residual_ratio"]["least"] > 0.5
-        assert topk["fell"] == [[]]
-    assert made["sgd", "guard:0.01"]["fell"] == [[]]
-    assert made["adamw", "guard:0.01"]["fell"] == [[(6, "int8")]]
-    guard_limits.show(list(made.values()))

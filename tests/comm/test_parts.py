@@ -585,44 +585,62 @@ def test_a_peer_that_has_gone_is_an_error() -> None:
     assert first.startswith("rank 0"), first
 
 
-def use_late(rank: int, size: int) -> list[Any]:
-    """The weight is used elsewhere after the steps in which ranks ask each other for that."""
+def use_late(rank: int, size: int, last: int) -> list[Any]:
+    """From step 3 to `last`, one rank also uses the weight beside its modules."""
     found = []
-    with heard() as said:
-        for tied in (True, False):
-            results = []
-            for mode in (None, "exact"):
-                script = Script(rank, mode, tied=tied, options={"lr": 1e-3})
-                for step in range(9):
+    for tied in (True, False):
+        results = []
+        for mode in (None, "exact"):
+            with heard() as said:
+                script = Script(rank, mode, tied=tied)
+                for step in range(7):
                     script.optimizer.zero_grad()
                     loss = script.loss(step)
-                    if step == 6 and rank:
-                        # Of every weight another share, the same whatever the weights are.
+                    if 3 <= step <= last and rank:
                         weight = script.module.embed.weight
-                        loss = loss + (weight * torch.linspace(-1, 1, WIDTH)).sum()
+                        loss = loss + (weight * torch.linspace(-1, 1, WIDTH)).square().sum()
                     loss.backward()
                     script.step()
-                    if mode is not None and step == 5:
-                        before = script.sent[-1]
-                results.append(script.result())
-            ddp, ours = results
-            apart = max((ours[key] - value).abs().max().item() for key, value in ddp.items())
-            told = [line for line in said.lines if "part of the next step" in line]
-            found.append(
-                (apart, before, script.sent[-1], len(told), models.raw(script.module.embed.weight))
-            )
-            script.model.evener.close()
-            said.lines.clear()
+            results.append(script.result())
+        ddp, ours = results
+        apart = max((ours[key] - value).abs().max().item() for key, value in ddp.items())
+        told = [line for line in said.lines if "is sent whole in steps" in line]
+        found.append((apart, script.sent, len(told), models.raw(script.module.embed.weight)))
+        script.model.evener.close()
+        assert type(script.module.embed._parameters) is dict
     return found
 
 
-def test_what_comes_late_is_not_lost() -> None:
-    """It is in the next step's gradient: with plain SGD all but the same."""
-    for first, second in zip(*worlds.run((1, 1), use_late, env=ENV), strict=True):
-        assert first[4] == second[4]
-        assert first[0] < 2e-5, "a gradient of 1 by 0.001 would be seen"
-        assert first[1] and not first[2], "whole from then on"
-        assert [first[3], second[3]] == [0, 1], "who has it says so"
+@pytest.mark.parametrize("last", [3, 6])
+def test_a_use_that_comes_up_later(last: int) -> None:
+    for first, second in zip(*worlds.run((1, 1), use_late, last, env=ENV), strict=True):
+        assert first[3] == second[3]
+        assert first[0] < 2e-5
+        assert [first[2], second[2]] == [0, 1], "who has it says so"
+        assert first[1][-1] or last == 6, "a use that is over leaves the rows as they were"
+
+
+def use_unseen(rank: int, size: int, tied: bool) -> str:
+    """By a reference that was kept; both ranks, so that none waits for the other."""
+    script = Script(rank, "exact", tied=tied)
+    kept = script.module.embed.weight
+    for step in range(4):
+        loss = script.loss(step)
+        if step == 3:
+            loss = loss + kept.square().sum()
+        try:
+            loss.backward()
+        except CommError as error:
+            return str(error)
+        script.step()
+        script.optimizer.zero_grad()
+    return "nothing happened"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_use_that_cannot_be_seen_is_an_error(tied: bool) -> None:
+    for said in worlds.run((1, 1), use_unseen, tied, env=ENV):
+        assert "embed.weight: in step 4" in said and "EVENER_ROWS_THRESHOLD=0" in said
 
 
 def keep_an_old_gradient(rank: int, size: int) -> list[bool]:

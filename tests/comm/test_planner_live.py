@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from typing import Any
 
@@ -82,7 +83,7 @@ def planned(
         trial_steps=0,
     )
     model.evener_steps.planner = planner
-    with heard() as said:
+    with heard(level=logging.DEBUG) as said:
         for step in range(steps):
             torch.manual_seed(10 * step + rank)
             optimizer.zero_grad()

@@ -97,11 +97,22 @@ MIXED = {
     "number in Python": lambda x: x / x.shape[0],
     "next row": lambda x: x + tf.roll(x, -1, 0),
     "sorted": lambda x: tf.sort(x, 0),
+    "a branch on the first row": lambda x: tf.cond(
+        x[0, 0] > -1, lambda: 2 * x, lambda: x - tf.reduce_mean(x, 0)
+    ),
+    "a loop on the first row": lambda x: tf.while_loop(
+        lambda y: tf.abs(y[0, 0]) > 2,
+        lambda y: (y - tf.reduce_mean(y, 0) + y / 2,),
+        (x,),
+        maximum_iterations=3,
+    )[0],
     "a branch": lambda x: tf.cond(tf.reduce_min(x) < -1e3, lambda: x, lambda: 2 * x),
 }
 APART = {
     "row by row": lambda x: tf.nn.relu(x @ tf.ones([4, 3])),
     "from the start": lambda x: tf.cumsum(x, 0),
+    "a loop over rows": lambda x: tf.map_fn(lambda row: 2 * row, x),
+    "a branch on the shape": lambda x: tf.cond(tf.shape(x)[1] > 3, lambda: x, lambda: -x),
     "of numbers above zero": lambda x: tf.math.log(tf.abs(x)) + tf.sqrt(tf.abs(x)),
 }
 

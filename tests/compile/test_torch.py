@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -129,6 +130,59 @@ def test_an_input_that_is_changed_is_left_alone() -> None:
         assert made(x) is x
         assert torch.equal(x, torch.full((size, 3), 2.0))
     assert "changes an input" in why(made)
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        torch.Tensor.std,
+        lambda x: max(map(max, x.tolist())),
+        lambda x: x.detach().numpy().std(),
+        lambda x: np.asarray(x).std(),
+        lambda x: np.from_dlpack(x).std(),
+    ],
+    ids=["bool", "tolist", "numpy", "asarray", "dlpack"],
+)
+def test_a_number_that_decides_is_looked_for_where_all_batches_decide_alike(
+    spread: Callable[[torch.Tensor], Any],
+) -> None:
+    def often(x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0) if spread(x) > 5 else x
+
+    made = bucketed(often, options=QUICK, name="often", backend="eager", record=False)
+    for size in SIZES:
+        x = torch.randn(size, 3)
+        assert torch.equal(made(x), x)
+    assert ready(made) == 0
+    assert "decides by values of its rows" in why(made)
+    x = 10 * torch.randn(7, 3)
+    torch.testing.assert_close(made(x), x - x.mean(0))
+
+
+def test_a_call_that_cannot_be_looked_at_is_left_alone() -> None:
+    def guarded(x: torch.Tensor) -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        return x * 2
+
+    made = bucketed(guarded, options=QUICK, name="guarded", backend="eager", record=False)
+    for size in SIZES:
+        x = torch.randn(size, 3)
+        assert torch.equal(made(x), 2 * x)
+    assert ready(made) == 0
+    assert "it raises where Evener looks" in why(made)
+
+
+def test_a_number_of_something_else_may_decide() -> None:
+    scale = torch.tensor(2.0)
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * scale.item() if torch.zeros_like(x).sum() == 0 else x
+
+    made = bucketed(scaled, options=QUICK, name="scaled", backend="eager", record=False)
+    for size in SIZES:
+        x = torch.randn(size, 3)
+        assert torch.equal(made(x), 2 * x)
+    assert ready(made) > 0
 
 
 def test_two_signatures_of_one_size_cut_their_own_outputs() -> None:

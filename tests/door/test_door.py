@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.door import agree, enter, models, optimizers
+from evener.door.pace import compared
 from evener.errors import UsageError
 from evener.tools.launch.command import launch
 from tests import worlds
@@ -120,6 +122,83 @@ def test_weights_are_ddps_and_the_optimizer_is_found() -> None:
             assert "Sequential" in line and "DDP's own" in line
 
 
+def _local(rank: int, size: int) -> dict[str, Any]:
+    """Accumulation without no_sync, several optimizers, and a model whose optimizer is refused."""
+    ours = net()
+    model = DistributedDataParallel(ours)
+    both = [torch.optim.SGD(ours[0].parameters(), 0.1), torch.optim.AdamW(ours[2].parameters())]
+    other = net()
+    refused = DistributedDataParallel(other)
+    newton = torch.optim.LBFGS(other.parameters(), max_iter=1)
+    equal = []
+    with opened():
+        for step in range(7):
+            for part in range(5):
+                model(data(10 * step + part, rank)).square().mean().backward()
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+            equal.append(alike(weights(ours)))
+        for step in range(3):
+
+            def closure(step: int = step) -> Any:
+                newton.zero_grad()
+                loss = refused(data(step, rank)).square().mean()
+                loss.backward()
+                return loss
+
+            newton.step(closure)
+    return {"equal": equal, "is": is_evener(model), "refused": not is_evener(refused)}
+
+
+def test_local_steps_begin_after_one_of_ddps_own() -> None:
+    env = {"EVENER_DDP": "exact", "EVENER_EVERY": "3"}
+    for found in worlds.run((1, 1), _local, env=env):
+        assert found["is"] and found["refused"]
+        assert found["equal"] == [True, False, False, True, False, False, True]
+
+
+def _too_few(rank: int, size: int) -> list[str]:
+    model = DistributedDataParallel(net())
+    with opened():
+        train(model, PLAIN - 1, rank, adamw(model))
+    return [line for report in models._reports if (line := report())]
+
+
+def test_one_line_says_that_it_never_took_over() -> None:
+    first, second = worlds.run((1, 1), _too_few, env=ENV)
+    assert first == [
+        f"Sequential: plain DDP to the end: it took {PLAIN - 1} steps, and Evener takes over after "
+        f"{PLAIN} (EVENER_DDP_PLAIN)"
+    ]
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("own", "ours", "said"),
+    [
+        ([200.0, 204, 198, 202, 201], [100.0, 101, 99, 102, 98] * 6, "1.96 to 2.06 times as fast"),
+        ([200.0, 204, 198, 202, 201], [200.0, 201, 199] * 9, "no difference that these steps show"),
+        ([200.0, 90, 400, 202, 150], [100.0] * 20, "too uneven to compare"),
+        ([200.0] * 4, [100.0] * 20, "4 and 20 steps are too few to compare"),
+        ([100.0] * 9, [125.0] * 20, "0.80 to 0.80 times as fast"),
+    ],
+)
+def test_a_ratio_has_its_range_or_none_is_said(
+    own: list[float], ours: list[float], said: str
+) -> None:
+    assert compared(own, ours).endswith(said), compared(own, ours)
+
+
+def test_the_range_of_equal_jobs_holds_one() -> None:
+    draw = random.Random(1)
+    wrong = 0
+    for _ in range(300):
+        one, other = ([draw.gauss(100, 12) for _ in range(n)] for n in (5, 90))
+        wrong += "times as fast" in compared(one, other)
+    assert wrong < 30
+
+
 def _several(rank: int, size: int, door: bool) -> tuple[torch.Tensor, list[bool]]:
     """Two models and three optimizers: one model has two of them."""
     one, two = net(), net()
@@ -147,6 +226,25 @@ def _both_ways(rank: int, size: int) -> tuple[bool, bool, list[bool]]:
 
 def test_several_models_and_optimizers() -> None:
     assert worlds.run((1, 1), _both_ways, env=ENV) == [(True, True, [True, True])] * 2
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import torch", True),
+        ("pass", True),
+        ("import evener.ddp; evener.ddp.accelerate", False),  # the script's own affair
+        ("raise SystemExit", True),
+        ("raise ValueError", False),
+        ("import subprocess, sys; subprocess.run([sys.executable, '-c', 'pass'])", True),
+    ],
+)
+def test_one_line_says_that_there_was_nothing_to_take_over(code: str, said: bool) -> None:
+    rank0 = {"EVENER_DDP": "exact", "RANK": "0"}
+    done = python(code, [str(enter.SITE)], **rank0)
+    line = "evener 0: EVENER_DDP=exact never took over: the program ran no DistributedDataParallel"
+    assert done.stderr.splitlines().count(line) == said, done.stderr
+    assert "never took over" not in python(code, [str(enter.SITE)], **rank0 | {"RANK": "1"}).stderr
 
 
 # --- what is left as it is ---
@@ -337,5 +435,8 @@ def test_launch_opens_it_on_every_host() -> None:
     assert done.exit_code == 0, done.output
     assert f"PYTHONPATH={enter.SITE}{os.pathsep}/theirs" in done.output
     assert "EVENER_DDP=exact" in done.output
-    done = CliRunner().invoke(launch, ["--floor", "int8", *words])
-    assert isinstance(done.exception, UsageError) and "--ddp" in done.exception.fix
+    for option in (["--floor", "int8"], ["--every", "16"]):
+        done = CliRunner().invoke(launch, [*option, *words])
+        assert isinstance(done.exception, UsageError) and "--ddp" in done.exception.fix
+    told = CliRunner().invoke(launch, ["--ddp", "--every", "16", *words])
+    assert "EVENER_EVERY=16" in told.output

@@ -3,6 +3,8 @@
 A fence says after its language what a test does with the block:
 
     ```sh run               runs in the page's own folder, and must succeed
+    ```sh run: exits 0, 1   the same, and may end with one of these statuses
+    ```text output          what the block before it printed: see `outputs`
     ```python run           the same, as a script
     ```sh checkout          runs in the root of the checkout
     ```sh mpi               runs where mpirun is installed
@@ -25,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
-MARKS = ("run", "checkout", "mpi", "cluster", "skip", "file", "piece")
+MARKS = ("run", "checkout", "mpi", "cluster", "skip", "file", "piece", "output")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,13 @@ class Block:
     mark: str
     argument: str
     text: str
+
+    @property
+    def statuses(self) -> tuple[int, ...]:
+        """With which a block that runs may end."""
+        if self.mark not in ("run", "checkout") or not self.argument:
+            return (0,)
+        return tuple(map(int, re.findall(r"\d+", self.argument)))
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"

@@ -9,7 +9,30 @@ from types import ModuleType
 
 import pytest
 
+from tests.guide import outputs
 from tests.guide.blocks import ROOT
+
+
+def test_a_page_of_the_site_keeps_its_links_to_pages_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = script("site")
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    (tmp_path / "a.md").write_text(
+        "See [b](b.md#there), [code](x.py), [it](#here).\n- one\n- two\n"
+        "```sh run: exits 1\n[b](x.py)\n- three\n```\n"
+    )
+    assert site.staged(Path("a.md"), {Path("a.md"), Path("b.md")}) == (
+        "See [b](b.md#there), code, [it](#here).\n\n- one\n- two\n```sh\n[b](x.py)\n- three\n```\n"
+    )
+
+
+def test_output_is_compared_without_its_numbers_and_its_order() -> None:
+    page = "[0@a] evener 0: 2 ranks, 1.2 MB\nstep 50: loss 0.96\n"
+    assert outputs.same(page, "step 50: loss 1.03\n[0@a] evener 0: 2 ranks, 1.25 MB\n")
+    assert outputs.same(page, page + "I0000 00:00:1.2 1 port.cc:153] oneDNN\n")
+    assert not outputs.same(page, page + "[0@a] evener 0: warning: another line\n")
+    assert not outputs.same(page, "step 50: loss 0.96\n")
 
 
 def script(name: str) -> ModuleType:
@@ -132,7 +155,7 @@ def test_words_of_comments(name: str, source: str, line: int, tmp_path: Path) ->
                 "comm/a.py": "from evener.comm import b\n",
                 "comm/b.py": "if TYPE_CHECKING:\n    from evener.comm.a import x\n",
             },
-            None,
+            "circle: evener.comm.a > evener.comm.b > evener.comm.a",
         ),
     ],
 )

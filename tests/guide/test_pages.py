@@ -20,75 +20,63 @@ from click.testing import CliRunner
 from evener.cli import evener
 from evener.errors import UsageError
 from evener.tools import lab
+from evener.tools.quickstart.command import KINDS
 from tests.guide.blocks import MARKS, PAGES, ROOT, Block, blocks, commands, evener_words
+from tests.guide.walk import RUNS, Walk, environment, go_through
 
 NO_LAB = lab.unavailable()
-RUN = {page: [b for b in blocks(page) if b.mark in ("run", "checkout", "mpi")] for page in PAGES}
+RUN = {page: [b for b in blocks(page) if b.mark in RUNS] for page in PAGES}
+QUICKSTART = ROOT / "docs/guide/quickstart.md"
+MOST_LINES = 8
 ALL = [block for page in PAGES for block in blocks(page)]
-
-
-def shell(block: Block, folder: Path, environment: dict[str, str]) -> None:
-    """Run a block as a reader would who has activated the environment; its output on failure."""
-    argv = [sys.executable, "-"] if block.language == "python" else ["bash", "-euo", "pipefail"]
-    done = subprocess.run(
-        argv,
-        input=block.text,
-        cwd=ROOT if block.mark == "checkout" else folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, f"{block}: status {done.returncode}\n{done.stdout}\n{done.stderr}"
-
-
-def go_through(page: Path, folder: Path, environment: dict[str, str]) -> list[str]:
-    """Run the blocks of a page from top to bottom; gives those that this machine cannot run."""
-    skipped = []
-    for block in blocks(page):
-        if block.mark == "file":
-            (folder / block.argument).write_text(block.text + "\n", encoding="utf-8")
-        elif block in RUN[page]:
-            if NO_LAB and "lab" in block.text:
-                skipped.append(f"{block} wants a lab: {NO_LAB}")
-            elif block.mark == "mpi" and not shutil.which("mpirun"):
-                skipped.append(f"{block} wants mpirun (package openmpi-bin)")
-            else:
-                shell(block, folder, environment)
-    return skipped
 
 
 @pytest.fixture(scope="session")
 def readers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[Path, Future[list[str]]]]:
+) -> Iterator[dict[Path, Future[Walk]]]:
     """Readers who go through the pages that are tested, two at a time.
 
     Most of a block's time is one process that imports torch, so two pages side by side take little
     longer than one.
     """
     # Copied now: tests that run meanwhile change this process' own.
-    environment = dict(os.environ)
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    environment["EVENER_COMPILE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
-    if os.geteuid() == 0:  # mpirun wants to be told
-        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    compiled = str(tmp_path_factory.mktemp("compiled"))
+    env = environment(Path(sys.executable).parent, EVENER_COMPILE_DIR=compiled)
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     pages = [call.params["page"] for call in calls if call and "page" in call.params]
     with ThreadPoolExecutor(2) as pool:
         yield {
-            page: pool.submit(go_through, page, tmp_path_factory.mktemp(page.stem), environment)
-            for page in pages
+            page: pool.submit(
+                go_through, page, env, tmp_path_factory.mktemp(page.stem), str(NO_LAB or "")
+            )
+            for page in dict.fromkeys(pages)
             if page in PAGES
         }
         pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if RUN[p]], ids=lambda p: p.stem)
-def test_the_commands_of_a_page_run(page: Path, readers: dict[Path, Future[list[str]]]) -> None:
-    skipped = readers[page].result()
+def test_the_commands_of_a_page_run(page: Path, readers: dict[Path, Future[Walk]]) -> None:
+    skipped = readers[page].result().skipped
     if len(skipped) == len(RUN[page]):
         pytest.skip("; ".join(skipped))
+
+
+@pytest.mark.parametrize("page", [QUICKSTART], ids=["quickstart"])
+def test_the_first_projects_learn_and_say_little(
+    page: Path, readers: dict[Path, Future[Walk]]
+) -> None:
+    """Each by the command that `evener quickstart` prints, which the page shows."""
+    printed = readers[page].result().printed
+    assert len(printed) == len(KINDS)
+    for kind, text in zip(("ddp", "fsdp", "one-gpu", "tensorflow"), printed, strict=True):
+        losses = [float(loss) for loss in re.findall(r"loss:? (\d+\.\d+)", text)]
+        assert len(losses) >= 2 and losses[-1] < losses[0], text
+        said = [line for line in text.splitlines() if re.match(r"(\[\d+@\w+\] )?evener", line)]
+        assert len(said) <= MOST_LINES, "\n".join(said)
+        if kind in ("ddp", "fsdp"):
+            assert any("goes on with Evener" in line for line in said), text
 
 
 def parsed(words: list[str]) -> tuple[click.Command, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 
 from evener.errors import UsageError
 from evener.horovod.common.exceptions import NotServedError
+
+# Ray starts several processes of its own, each of which imports torch.
+pytestmark = pytest.mark.timeout(400)
 
 
 def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,9 +29,12 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     hosts = {f"node:host-{number}": 1.0 for number in range(3)}
-    ray.init(num_cpus=2, resources=hosts, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray's own is 15: beside other tests its workers would get almost no time.
+        patch.setenv("RAY_worker_niceness", "0")
+        ray.init(num_cpus=2, resources=hosts, include_dashboard=False, log_to_driver=False)
+        yield ray
+        ray.shutdown()
 
 
 def test_interfaces_are_those_that_the_settings_name() -> None:
@@ -121,6 +128,7 @@ def train() -> tuple[int, int]:
             if state.step == 3 and hvd.size() == 1:
                 ray_logger.log({"more": True})
             state.commit()
+        time.sleep(0.5 * hvd.rank())
         return hvd.rank(), hvd.size()
 
     return steps(state)  # type: ignore[no-any-return]
@@ -129,7 +137,7 @@ def train() -> tuple[int, int]:
 def test_an_elastic_job_takes_in_a_host(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     del cluster
     from evener.horovod.ray import RayExecutor
-    from evener.horovod.ray.job import RayJobError
+    from evener.horovod.ray.job import RayJob, RayJobError
     from evener.horovod.runner.elastic import driver
     from evener.horovod.runner.elastic.discovery import FixedHosts
 
@@ -142,6 +150,13 @@ def test_an_elastic_job_takes_in_a_host(cluster: Any, monkeypatch: pytest.Monkey
     def more(_: Any) -> None:
         hosts.set({"host-0": 1, "host-1": 1})
 
+    end_all = RayJob._end_all
+
+    def slowly(job: RayJob, workers: list[Any]) -> None:
+        end_all(job, workers)
+        time.sleep(2)  # rank 1 ends while rank 0 is put away: its result counts too
+
+    monkeypatch.setattr(RayJob, "_end_all", slowly)
     assert executor.run(train, callbacks=[more]) == [(0, 2), (1, 2)]
     with pytest.raises(RayJobError, match=r"no worker is left(.|\n)*by zero"):
         executor.run(lambda: 1 // 0)

@@ -68,7 +68,7 @@ def answer(connection: Connection) -> None:
 
 @contextmanager
 def door(key: bytes = b"k") -> Iterator[tuple[str, int]]:
-    opened = channel.Door(["127.0.0.1"], key, answer)
+    opened = channel.Listener(["127.0.0.1"], key, answer)
     try:
         yield opened.places[0]
     finally:

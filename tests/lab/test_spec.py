@@ -1,4 +1,4 @@
-"""What describes a lab: read, written back, refused; and the plan that follows from it."""
+"""What describes a lab: read, written back, refused; and the layout that follows from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evener.base.units import parse_rate, parse_time, show_rate, show_time
 from evener.errors import UsageError
 from evener.tools.lab import Event, Spec, show
 from evener.tools.lab.faults import Action, Target
-from evener.tools.lab.plan import Plan, Shape
+from evener.tools.lab.layout import Layout, Shape
 
 specs = st.builds(
     Spec,
@@ -106,22 +106,22 @@ def test_uneven_nodes() -> None:
         (0, 3), (0, 2), (0, 1), (1, 3), (2, 3), (1, 2)
     ]  # fmt: skip
     assert Spec.parse("2+2@1gbit") == Spec.parse("2x2@1gbit")
-    assert "ranks 0-2" in show.as_text(Plan(spec)) and "of 3 + 1 + 2 slots" in show.as_text(
-        Plan(spec)
+    assert "ranks 0-2" in show.as_text(Layout(spec)) and "of 3 + 1 + 2 slots" in show.as_text(
+        Layout(spec)
     )
 
 
 @given(specs)
 def test_no_address_is_given_twice(spec: Spec) -> None:
-    plan = Plan(spec)
-    addresses = [a for nic in plan.nics for a in (nic.address, nic.gateway)]
-    uplinks = [uplink for nic in plan.nics for uplink in nic.uplinks]
+    layout = Layout(spec)
+    addresses = [a for nic in layout.nics for a in (nic.address, nic.gateway)]
+    uplinks = [uplink for nic in layout.nics for uplink in nic.uplinks]
     addresses += [a for u in uplinks for a in (u.leaf_address, u.spine_address)]
     assert len(set(addresses)) == len(addresses)
     assert all(0 < int(part) + 1 <= 256 for a in addresses for part in a.split("."))
     devices = [uplink.spine_device for uplink in uplinks]
     assert max(map(len, devices)) <= 15  # the kernel's limit
-    assert plan.hosts().count("\n") == 2 + spec.nodes * (1 + 2 * spec.nics)
+    assert layout.hosts().count("\n") == 2 + spec.nodes * (1 + 2 * spec.nics)
 
 
 def test_a_shallow_queue_gets_packets_that_fit() -> None:

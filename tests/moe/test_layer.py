@@ -120,7 +120,7 @@ def test_activation_checkpointing_gives_the_same_bits() -> None:
         ("top_k=9 of 8", {"top_k": 9}),
         ("groups=3 does not divide", {"groups": 3}),
         ("top_groups=1 of 8 groups of 1 experts cannot give 2", {"groups": 8}),
-        ("score='tanh'", {"score": "tanh"}),
+        ("MoE() was given 'tanh' (a str) as score", {"score": "tanh"}),
         ("capacity=-1", {"capacity": -1}),
         ("inner=0", {"inner": 0}),
     ],

@@ -167,9 +167,9 @@ def refused(rank: int, size: int) -> None:
     for options, said in (
         ({"ep": 3}, "ep=3 does not divide the 2 ranks"),
         ({"ep": 2, "route": "two"}, "needs two nodes or more"),
-        ({"ep": 2, "route": "north"}, "route='north'"),
+        ({"ep": 2, "route": "north"}, "'north'"),
         ({"ep": 2, "chunks": 0}, "chunks=0"),
-        ({"ep": 2, "dispatch": "int2"}, "dispatch='int2'"),
+        ({"ep": 2, "dispatch": "int2"}, "'int2'"),
     ):
         with pytest.raises(UsageError) as caught:
             moe.spread(layer(), **options)  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ def refused(rank: int, size: int) -> str:
         moe.interleave(stack())
     assert "no experts that are spread" in caught.value.problem
     model = moe.spread(stack(), size)
-    for parts, said in ((1, "parts=1"), ("two", "parts='two'")):
+    for parts, said in ((1, "parts=1"), ("two", "'two' (a str) as parts")):
         with pytest.raises(UsageError) as caught:
             moe.interleave(model, parts)  # type: ignore[arg-type]
         assert said in caught.value.problem

@@ -219,6 +219,6 @@ def test_an_engine_that_is_not_there_is_refused_by_name(monkeypatch: pytest.Monk
     with pytest.raises(settings.SettingError) as refused:
         settings.check_net()
     assert "EVENER_NET_ENGINE='rdma'" in str(refused.value)
-    for engine in ("auto", "tcp", "udp", "xdp", ""):
+    for engine in ("tcp", "udp", "xdp", ""):
         monkeypatch.setenv("EVENER_NET_ENGINE", engine)
         settings.check_net()

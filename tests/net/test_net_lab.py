@@ -92,17 +92,6 @@ def test_nothing_is_lost_where_paths_fail(faults: tuple[str, ...], engine: str) 
     assert rows[0]["messages"] >= 16
 
 
-def test_auto_measures_once_and_both_take_the_same() -> None:
-    log: list[str] = []
-    with Lab(Spec.parse("2x1@200mbit,queue=20ms")) as lab:
-        lab.fault("path0", "loss 1%")
-        rows = exchange(lab, 1.0, env={ENGINE: "auto", "EVENER_DRIVE_LOG": "1"}, log=log)
-    assert rows[0]["messages"] >= 4
-    said = [line.partition(" : auto: ")[2] for line in log if " : auto: " in line]
-    assert len({line.split()[0] for line in said}) == 1, log
-    assert sum("MB/s" in line for line in said) == 1, log
-
-
 @each_engine
 def test_every_nic_carries_its_share(engine: str) -> None:
     with Lab(Spec.parse("2x1@200mbit,nics=2,queue=20ms")) as lab:

@@ -20,7 +20,7 @@ from torch import nn
 from evener import pipeline
 from evener.errors import UsageError
 from evener.pipeline import cuts, search
-from evener.pipeline.capture import root_of, written_by
+from evener.pipeline.operations import root_of, written_by
 from evener.pipeline.plan import Plan
 from evener.pipeline.search import Costs, Device, Setting
 from evener.pipeline.simulate import Network

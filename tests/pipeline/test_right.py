@@ -19,6 +19,8 @@ from torch.nn import functional
 from evener import pipeline
 from evener.errors import UsageError
 from evener.pipeline import torch_names
+from evener.pipeline.example import Example
+from evener.pipeline.verify import verify
 from tests import worlds
 
 RATES = pipeline.Rates(1e11, 1e10, 1e-6)
@@ -79,6 +81,16 @@ def _counting_in_a_buffer(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x * (self.seen / 8)
 
 
+def _averaging(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.seen.lerp_(x.detach().mean(), 0.1)
+    return x
+
+
+def _summing(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.seen += x.detach().sum()
+    return x
+
+
 def _noisy(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + torch.randn_like(x) if self.training else x
 
@@ -125,6 +137,22 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "function": ({"middle": lambda: Do(lambda _, x: Reverse.apply(x))}, "Function Reverse"),
     "hook": ({"middle": lambda: Do(_hooked)}, "registers a hook"),
     "counter": ({"middle": lambda: Do(_counting)}, "loss is .*, the model's"),
+    "a counter in a buffer": (
+        {"middle": lambda: Do(_counting_in_a_buffer)},
+        "buffer middle.seen would move once per microbatch",
+    ),
+    "a counter in a buffer, in evaluate": (
+        {
+            "middle": lambda: Do(_counting_in_a_buffer),
+            "average": "microbatches",
+            "evaluate": True,
+        },
+        r"cannot be evaluated in the pipeline: in eval\(\) it moves the buffer middle.seen",
+    ),
+    "a running mean of its own": (
+        {"middle": lambda: Do(_averaging)},
+        "buffer middle.seen would move once per microbatch",
+    ),
     "hook of a parameter": (
         {"before": lambda m: m.layers[0].weight.register_hook(lambda g: g * 2)},
         r"layers.0.weight has a hook",
@@ -163,7 +191,10 @@ RIGHT: dict[str, Case] = {
     "a counter in a buffer": {
         "middle": lambda: Do(_counting_in_a_buffer),
         "micro": True,
+        "average": "microbatches",
     },
+    "a sum over rows in a buffer": {"middle": lambda: Do(_summing), "tolerance": 1e-4},
+    "batch norm": {"middle": lambda: nn.BatchNorm1d(WIDTH), "micro": True, "parts": 4},
     "a branch on rows": {
         "middle": lambda: Do(lambda _, x: x * 2 if x.shape[0] > 4 else x),
         "micro": True,
@@ -233,7 +264,7 @@ def run(rank: int, size: int, table: str, name: str, steps: int = 3) -> Any:
     try:
         pipe = pipeline.auto(
             model, {"x": x, **more}, target=y, loss=loss, rates=RATES,
-            microbatches=case.get("parts", 4), timeout=30,
+            microbatches=case.get("parts", 4), average=case.get("average", "batch"), timeout=30,
         )  # fmt: skip
     except UsageError as error:
         return str(error)
@@ -330,6 +361,55 @@ def unused(rank: int, size: int, folder: str) -> Any:
         assert torch.equal(states[1][name], tensor), name
 
 
+def evaluated_first(rank: int, size: int) -> Any:
+    """An evaluation before any step, with both stages in one process, and training after it."""
+    torch.manual_seed(3)
+    model = Stack()
+    kept = copy.deepcopy(model)
+    x, y = batch(0)
+    pipe = pipeline.auto(model, {"x": x}, target=y, loss=mse, rates=RATES, microbatches=2,
+                         schedule="Interleaved1F1B", stages_per_rank=2, timeout=30)  # fmt: skip
+    losses = [pipe.evaluate(x=x, target=y).item(), pipe.step(x=x, target=y).item()]
+    value = mse(kept(x), y)
+    value.backward()
+    assert losses == pytest.approx([value.item()] * 2, rel=1e-6)
+    gradients = {n: p.grad for n, p in kept.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-7)
+    pipe.close()
+
+
+def ignored(rank: int, size: int) -> Any:
+    """Arguments that would have no effect."""
+    x, y = batch(0)
+    given = {"target": y, "loss": mse, "rates": RATES, "microbatches": 2}
+    pipe = pipeline.auto(Stack(), {"x": x}, **given)
+    with pytest.raises(UsageError, match="microbatches, rates: the plan that is given"):
+        pipeline.auto(Stack(), {"x": x}, plan=pipe.plan, **given)
+    with pytest.raises(UsageError, match="the mesh has no dimension for it"):
+        pipeline.auto(Stack(), {"x": x}, tensor={"layers.*": "colwise"}, **given)
+    pipe.close()
+
+
+def test_evaluates_before_it_trains() -> None:
+    cases = {"first": (evaluated_first,), "ignored": (ignored,)}
+    found = worlds.several([1], cases, timeout=120)
+    assert found["first"] == found["ignored"] == [None]
+
+
+def test_a_counter_is_refused_where_the_model_has_no_values() -> None:
+    x, y = batch(0)
+    with torch.device("meta"):
+        model = Stack(Do(_counting_in_a_buffer))
+    call = Example.of({"x": x.to("meta")}, y.to("meta"))
+    captured = pipeline.capture(model, call, loss=mse)
+    cuts, both = [len(captured.ops) // 2], call.resized(16)
+    with pytest.raises(UsageError, match=r"buffer middle.seen would move once per microbatch"):
+        verify(model, mse, captured, cuts, call, both)
+    verify(model, mse, captured, cuts, call, both, whole_batches=False)
+    verify(model, mse, captured, cuts, call, None)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> worlds.Several:
     cases: dict[str, Any] = {f"refused {name}": (run, "refused", name) for name in REFUSED}
@@ -380,7 +460,6 @@ def test_a_capture_leaves_the_model_as_it_was() -> None:
 
 
 def test_a_torch_with_other_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_names.require()
     monkeypatch.setattr(torch, "__version__", "2.15.0+cpu")
     with pytest.raises(UsageError, match=r"torch 2.9 to 2.11, and this is 2.15.0"):
         torch_names.require()

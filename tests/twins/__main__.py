@@ -82,7 +82,7 @@ def _row(name: str, results: list[Result]) -> dict:
 
 def _faults(names: list[str], args: argparse.Namespace, console: Console) -> list[dict]:
     """Put each fault in, one at a time, and search until it is found."""
-    table = Table("pillar", "fault", "found after", "seconds", "shortest program")
+    table = Table("pillar", "fault", "found after", "seconds", "program")
     rows = []
     for name in names:
         with contextlib.closing(Alone(name)) as alone:
@@ -90,9 +90,9 @@ def _faults(names: list[str], args: argparse.Namespace, console: Console) -> lis
             for fault in alone.faults:
                 result = _search(alone, args.start, args, console, fault)
                 good = bool(result.error)
-                after = f"{result.programs} programs" if good else "not found"
+                after = f"{result.programs} programs" if good else result.without or "not found"
                 program = json.dumps(result.program) if good else ""
-                table.add_row(name, fault, after, f"{result.seconds:.0f}", program[:300])
+                table.add_row(name, fault, after[:300], f"{result.seconds:.0f}", program[:300])
                 rows.append({"fault": fault, **asdict(result), "good": good})
                 _say(console, result, f"{'found' if good else 'NOT FOUND'}: {fault}")
                 _write(args, rows)

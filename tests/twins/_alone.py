@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -87,6 +88,9 @@ class Alone:
             said = f"{said}; {self._last_lines()}".removesuffix("; ")
             self.close(0.0)
             return Result(self.name, seed, programs, time.monotonic() - began, program, said)
+        except BaseException:  # interrupted: nothing that it runs is waited for
+            self.close(0.0)
+            raise
 
     def close(self, last: float = _LAST) -> None:
         """End it and all that it started."""
@@ -134,5 +138,18 @@ def _serve(pipe: Connection, make: Callable[[], Twin], printed: str) -> None:
         except (EOFError, ConnectionError):
             return
         with tested.faults[fault]() if fault else contextlib.nullcontext():
-            result = harness.search(tested, seed, count, begins)
+            # That it is found is all that a fault is put in for; to shrink a hang takes minutes.
+            result = harness.search(tested, seed, count, begins, shrink=not fault)
+        if fault and result.error:
+            result = _by_the_fault(tested, result)
         pipe.send(("result", result))
+
+
+def _by_the_fault(tested: Twin, result: Result) -> Result:
+    """What was found with a fault in, if the program is right without it: else nothing was."""
+    try:
+        tested.check(result.program)
+    except Exception as error:  # noqa: BLE001 - whatever a search takes for a difference
+        said = f"fails without the fault too: {type(error).__name__}: {error}"
+        return replace(result, error="", without=said)
+    return result

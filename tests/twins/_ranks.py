@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import os
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -14,6 +16,20 @@ import torch
 import torch.distributed as dist
 
 from tests.worlds import _context
+
+
+class Switch:
+    """The fault that a twin's ranks put in before they run a program; "" for none."""
+
+    fault = ""
+
+    @contextlib.contextmanager
+    def put(self, name: str) -> Iterator[None]:
+        self.fault = name
+        try:
+            yield
+        finally:
+            self.fault = ""
 
 
 class Ranks:

@@ -1,9 +1,10 @@
 """Training programs under plain DDP and under Evener: by the line, and by the door without a line.
 
-Two ranks over Gloo live as long as the search; each program trains small models for some steps,
-between which anything may happen that users do. Exact ways must give DDP's bits on every rank. In
-lossy forms what ranks apply must be alike, and that with their residuals must be the sum of all
-gradients; a gradient that is finite must stay so where `auto` chose the form.
+Two ranks live as long as the search, over Gloo, or with TWIN_DEVICE=cuda on two GPUs over NCCL.
+Each program trains small models for some steps, between which anything may happen that users do.
+Exact ways must give DDP's bits on every rank. In lossy forms what ranks apply must be alike, and
+that with their residuals must be the sum of all gradients; a gradient that is finite must stay so
+where `auto` chose the form.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import logging
 import multiprocessing
 import os
 import pickle
+import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,8 +37,10 @@ from torch.optim.optimizer import Optimizer
 from tests.twins.harness import Program, Twin
 
 RANKS = 2
+DEVICE = os.environ.get("TWIN_DEVICE", "cpu")
 WAYS = ("line", "both", "door")
 _SECONDS = 40
+_ROWS = 4
 _NO_PROGRAM = "plain DDP raises"
 FORMS = ("int8", "int4", "topk", "topk-chunk", "lowrank1", "auto")
 
@@ -60,11 +64,8 @@ _ACTS = st.one_of(
             ["zero kept grads"],
             ["sum kept grads"],
             ["drop kept grads"],
-            ["keep data"],
-            ["sum kept data"],
+            *[["keep data"], ["sum kept data"]] * 3,
             ["read grad"],
-            ["vjp"],
-            ["functional call"],
             ["around", 0],
             ["around", 1],
             ["around", 2],
@@ -95,10 +96,17 @@ _STEP = st.fixed_dictionaries(
         "clip": st.sampled_from([False] * 7 + [True]),
         "between": st.one_of(st.just([]), st.just([]), st.just([]), st.lists(_ACTS, max_size=1)),
         "after": st.lists(_ACTS, max_size=3),
+        "inner": st.sampled_from([""] * 6 + ["vjp", "functional call"]),
+        "rows": st.sampled_from([_ROWS] * 5 + [_ROWS - 1]),
         "skip": st.sampled_from([False] * 9 + [True]),
     }
 )
-PROGRAMS = st.fixed_dictionaries(
+# Nothing is deferred in the first steps, which are measured: most programs begin with some of them.
+_WARM: dict[str, Any] = {
+    "zero": "none", "use": [1, 1], "accumulate": 0, "clip": False, "between": [], "after": [],
+    "skip": False,
+}  # fmt: skip
+_ANY = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 1 << 16),
         "model": st.sampled_from(["layers", "branches", "norm", "attention", "embedding"]),
@@ -116,10 +124,76 @@ PROGRAMS = st.fixed_dictionaries(
         "own": st.sampled_from([None, None, None, 5]),
         "form": st.sampled_from([None] * 5 + [*FORMS]),
         "rank 0 wraps": st.sampled_from([False] * 7 + [True]),
-        "compile": st.integers(0, 99).map(lambda number: number == 57),  # takes seconds
-        "steps": st.lists(_STEP, min_size=4, max_size=9),
+        "compile": st.integers(0, 199).map(lambda number: number == 57),  # takes seconds
+        "warm": st.sampled_from([5, 5, 5, 0]),
+        "steps": st.lists(_STEP, min_size=3, max_size=8),
     }
 )
+
+# With these, steps are deferred.
+_DEFERRED: dict[str, Any] = {
+    "begin": 0, "warm": 5, "ways": ["both"], "optimizer": "Adam", "form": None,
+}  # fmt: skip
+# What users do step after step, which chance alone puts together too seldom: parts of the program,
+# and of its steps in turns.
+_HABITS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "thaw later": ({"frozen": 1, "unused": True, "form": None}, []),
+    "look at gradients on one rank": (
+        {"unused": False, "form": None},
+        [{"after": [["around", 0]]}],
+    ),
+    "restart moments": (
+        _DEFERRED,
+        [{"after": [["edit state"]], "skip": False}],
+    ),
+    "torch.func": (
+        {**_DEFERRED, "bucket_bytes": 0},
+        [{"inner": "vjp", "after": []}, {"inner": "", "after": [], "skip": False}],
+    ),
+    "keep gradients": (
+        {**_DEFERRED, "views": False},
+        [
+            {"after": [["keep grads"]], "zero": "none"},
+            {"after": [["sum kept grads"]], "zero": "not"},
+        ],
+    ),
+    "keep weights": (
+        _DEFERRED,
+        [{"after": [["keep data"]]}, {"after": [["sum kept data"]], "skip": False}],
+    ),
+    "a branch at times": ({"form": "topk"}, [{"use": [1, 1]}, {"use": [0, 0]}]),
+    "a bad batch": ({"form": "auto"}, []),
+    "compile": (
+        {**_DEFERRED, "compile": True, "models": 1},
+        [{**_WARM, "rows": rows} for rows in (_ROWS, _ROWS - 1)],
+    ),
+    "evaluate on one rank": (
+        {"warm": 0, "form": None},
+        [{"after": [["evaluate with gradients", 0]]}],
+    ),
+    "wrap a step on one rank": ({"rank 0 wraps": True, "ways": ["both"], "form": None}, []),
+}
+_NO_HABIT = [""] * 40
+_SELDOM = ("compile",)
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+    """Draw a program, of which a third has a habit."""
+    program = draw(_ANY)
+    often = [name for name in sorted(_HABITS) if name not in _SELDOM]
+    habit = draw(st.sampled_from([*_NO_HABIT, *often * 2, *_SELDOM]))
+    if habit:
+        parts, turns = _HABITS[habit]
+        while len(program["steps"]) < 5:
+            program["steps"].append(_WARM)
+        if turns:
+            program["steps"] = [
+                {**step, **turns[number % len(turns)]}
+                for number, step in enumerate(program["steps"])
+            ]
+        program.update(parts)
+    return program
 
 
 # --- what a rank does ---
@@ -187,6 +261,10 @@ def _wrap_step(optimizer: Optimizer) -> None:
     optimizer.step = lambda *args: inner(*args)  # type: ignore[method-assign]
 
 
+def _drawn(seed: int, rows: int) -> torch.Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
 class Run:
     """One program on one rank, one way."""
 
@@ -194,12 +272,13 @@ class Run:
         self.program, self.way, self.rank = program, way, rank
         torch.manual_seed(program["seed"])
         self.log: list[torch.Tensor] = []
-        self.draws = 0
+        self.draws, self.rows = 0, _ROWS
         self.models: list[Any] = []
         self.optimizers: list[list[Optimizer]] = []
         for _ in range(program["models"]):
-            net = Net(program["model"])
+            net = Net(program["model"]).to(DEVICE)
             if program["compile"]:
+                torch._dynamo.reset()
                 net.forward = torch.compile(net.forward, backend="eager")  # type: ignore[method-assign]
             optimizers = _optimizers(program["optimizer"], net)
             model = DistributedDataParallel(
@@ -244,18 +323,20 @@ class Run:
     def data(self) -> torch.Tensor:
         """This rank's next batch; draws are counted alike on all ranks."""
         self.draws += 1
-        seed = 7919 * self.program["seed"] + 2 * self.draws + self.rank
-        return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        return _drawn(7919 * self.program["seed"] + 2 * self.draws + self.rank, self.rows)
 
     def same(self) -> torch.Tensor:
         """A batch that all ranks have."""
         self.draws += 1
-        seed = 104729 * self.program["seed"] + self.draws
-        return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        return _drawn(104729 * self.program["seed"] + self.draws, self.rows)
 
     # --- a step ---
 
     def train(self) -> None:
+        self.number = -1
+        for _ in range(self.program["warm"]):
+            for model, optimizers in zip(self.models, self.optimizers, strict=True):
+                self.step(model, optimizers, _WARM)
         for number, step in enumerate(self.program["steps"]):
             self.number = number
             if number == self.program["begin"] and number:
@@ -283,7 +364,7 @@ class Run:
 
     def step(self, model: Any, optimizers: list[Optimizer], step: dict[str, Any]) -> None:
         net = model.module
-        inner = next((a[0] for a in step["between"] if a[0] in ("vjp", "functional call")), "")
+        inner, self.rows = step.get("inner", ""), step.get("rows", _ROWS)
         use = [self.program["unused"] is False or bool(u) for u in step["use"]]
         zero = step["zero"]
         if zero in ("none", "zeros"):
@@ -323,6 +404,8 @@ class Run:
         mine = bool(args) and args[0] in (2, self.rank)
         if name == "around" and self.program["unused"]:
             return  # plain DDP that looks for unused parameters counts it, and may fail next
+        if "kept grads" in name and self.program["views"]:
+            return  # with plain DDP they are the buckets of later steps: docs/reference/limits.md
         parameters = list(net.parameters())
         optimizer = optimizers[0]
         if name == "freeze" and self.program["unused"]:
@@ -349,7 +432,7 @@ class Run:
         elif name == "zero kept grads":
             for grad in self.kept.get("grads" + key, []):
                 grad.zero_()
-        elif name == "sum kept grads" and not self.program["views"]:
+        elif name == "sum kept grads":
             self.log += [g.double().sum() for g in self.kept.get("grads" + key, [])]
         elif name == "drop kept grads":
             self.kept.pop("grads" + key, None)
@@ -432,11 +515,13 @@ class Run:
 
     @staticmethod
     def _values(optimizers: list[Optimizer]) -> list[torch.Tensor]:
+        # In the order of parameters: the first update of each adds its state, in any order.
         return [
             value
             for optimizer in optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for value in optimizer.state.get(parameter, {}).values()
             if torch.is_tensor(value) and value.is_floating_point() and value.dim()
         ]
 
@@ -491,7 +576,7 @@ def lossy(program: Program, rank: int) -> str:
     from evener.ddp import accelerate
 
     torch.manual_seed(program["seed"])
-    net, form = Net("layers"), program["form"]
+    net, form = Net("layers").to(DEVICE), program["form"]
     wrapped = DistributedDataParallel(net, find_unused_parameters=True)
     options = {"floor": "fp16"} if form == "auto" else {"ratio": 0.1} if "topk" in form else {}
     options["bucket_bytes"] = program["bucket_bytes"]
@@ -501,11 +586,11 @@ def lossy(program: Program, rank: int) -> str:
     for name, parameter in net.named_parameters():
         parameter.register_hook(partial(_add_to, given[name]))
     run = Run.__new__(Run)
-    run.program, run.rank, run.draws = program, rank, 0
+    run.program, run.rank, run.draws, run.rows = program, rank, 0, _ROWS
     for number, step in enumerate([*program["steps"], {"use": [1, 1], "accumulate": 0}]):
         if form == "auto" and number == 2:
             _take_last_form(model)
-        spike = 3e5 if form == "auto" and number == 3 else 1.0
+        spike = 1e8 if form == "auto" and number == 3 else 1.0
         model.zero_grad()
         for _ in range(step["accumulate"]):
             with model.no_sync():
@@ -519,7 +604,8 @@ def lossy(program: Program, rank: int) -> str:
     owed = model.evener.state_dict()["residual"]
     for name, mine in given.items():
         dist.all_reduce(mine)
-        apart = (mine / RANKS - got[name] - owed.get(name, 0)).norm() / (mine.norm() + 1e-6)
+        kept = owed[name].to(DEVICE) if name in owed else 0
+        apart = (mine / RANKS - got[name] - kept).norm() / (mine.norm() + 1e-6)
         if apart > (1e-2 if form == "auto" else 1e-4):
             return f"{apart:.1%} of the gradients of {name} are lost"
     digest = hashlib.sha256(b"".join(map(_bytes, got.values()))).hexdigest()
@@ -544,23 +630,42 @@ def _take_last_form(model: Any) -> None:
 
 
 def _bytes(value: torch.Tensor) -> bytes:
-    return value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+def _drawn_sequence(
+    _profile: Any, stages: Sequence[Any], *_: Any, **_options: Any
+) -> tuple[int, ...]:
+    """Instead of the best order, which takes long to find: any order must do."""
+    sequence = list(range(len(stages)))
+    random.Random(len(stages)).shuffle(sequence)
+    return tuple(sequence)
+
+
 def _serve(rank: int, port: int, pipe: Any, env: dict[str, str]) -> None:
+    from evener.comm import steps
+    from evener.comm.planner import choose
+
     os.environ.update(env)
     os.environ.update({"EVENER_HOSTID": f"node{rank}", "GLOO_SOCKET_IFNAME": "lo"})
     os.environ.update({"EVENER_TRIAL_STEPS": "0", "LIGHT_TOPK_THRESHOLD": "64"})
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = datetime.timedelta(seconds=_SECONDS / 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    backend = "gloo"
+    if DEVICE == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank)
+        torch.use_deterministic_algorithms(True)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=limit)
+    steps.best_sequence = choose.best_sequence = _drawn_sequence
     fault = env.get("TWIN_FAULT", "")
     if fault:
         FAULTS[fault]()
@@ -609,7 +714,7 @@ class World:
         self.stop()
         self.fault = fault
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "tests.preload"])
+        context.set_forkserver_preload(["tests.preload", "evener.ddp.line", "tests.twins.doors"])
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         env = {"TWIN_FAULT": fault}
         for rank in range(RANKS):
@@ -640,10 +745,10 @@ atexit.register(WORLD.stop)
 
 
 def _forgets_frozen() -> None:
-    from evener import ddp
+    from evener.ddp import line
 
-    inner = ddp.taken
-    ddp.taken = lambda model: [(n, p) for n, p in inner(model) if p.requires_grad]
+    inner = line.taken
+    line.taken = lambda model: [(n, p) for n, p in inner(model) if p.requires_grad]
 
 
 def _reduces_every_backward() -> None:
@@ -726,9 +831,9 @@ def _ranks_talk_in_a_forward() -> None:
 
 
 def _each_rank_decides() -> None:
-    from evener import ddp
+    from evener.ddp import line
 
-    ddp.everyones = lambda communicators, mine: [mine] * communicators.size
+    line.everyones = lambda communicators, mine: [mine] * communicators.size
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -759,7 +864,7 @@ def _fault(name: str) -> Iterator[None]:
 
 TWIN = Twin(
     "doors",
-    PROGRAMS,
+    programs(),
     WORLD.check,
     {name: partial(_fault, name) for name in FAULTS},
     programs_per_round=100,

@@ -31,8 +31,11 @@ from evener.embedding import (
     Adam,
     AdamW,
     Counter,
+    Lamb,
     LazyAdam,
     Options,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
     Sgd,
     Store,
     Ttl,
@@ -49,11 +52,14 @@ from evener.embedding.torch import (
     save,
 )
 from evener.embedding.torch import state as table_state
+from evener.embedding.torch.lookups import _Backward, _Pass
 from evener.embedding.torch.modules import DynamicEmbeddingBag as Bag
-from evener.embedding.torch.table import Table, _Backward, _Pass
+from evener.embedding.torch.table import Table
 from evener.errors import UsageError
+from tests.embedding import formulas
 from tests.twins.harness import Program, Twin
 
+torch.set_num_threads(1)  # rows of 3 numbers; threads would wait for each other
 DIM, KEYS, LR, EPS, DECAY = 3, 10, 0.1, 1e-3, 0.2
 UNIVERSE = torch.tensor([0, -1, 1, 2**62, -(2**62), 2**63 - 1, -(2**63), 77, -12345, 10**15])
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
@@ -72,6 +78,22 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "adam_w": (
         AdamW(LR, eps=EPS, weight_decay=DECAY),
         lambda p: torch.optim.AdamW(p, LR, eps=EPS, weight_decay=DECAY),
+    ),
+    "row_wise_adagrad": (
+        RowWiseAdagrad(LR, EPS, DECAY),
+        lambda p: formulas.RowWiseAdagrad(p, LR, eps=EPS, weight_decay=DECAY, decoupled=False),
+    ),
+    "row_wise_adagrad decoupled": (
+        RowWiseAdagrad(LR, EPS, DECAY, decoupled=True),
+        lambda p: formulas.RowWiseAdagrad(p, LR, eps=EPS, weight_decay=DECAY, decoupled=True),
+    ),
+    "partial_row_wise_adam": (
+        PartialRowWiseAdam(LR, eps=EPS, weight_decay=DECAY),
+        lambda p: formulas.PartialRowWiseAdam(p, LR, eps=EPS, weight_decay=DECAY),
+    ),
+    "lamb": (
+        Lamb(LR, eps=EPS, weight_decay=DECAY),
+        lambda p: formulas.Lamb(p, LR, eps=EPS, weight_decay=DECAY),
     ),
     "lazy_adam": (LazyAdam(LR, eps=EPS), lambda p: torch.optim.SparseAdam(p, LR, eps=EPS)),
 }
@@ -125,7 +147,7 @@ class Reference:
 
     def slots(self) -> dict[str, torch.Tensor]:
         state = self.optimizer.state[self.weight]
-        return {k: v for k, v in state.items() if torch.is_tensor(v) and v.shape == (KEYS, DIM)}
+        return {k: v for k, v in state.items() if torch.is_tensor(v) and v.ndim == 2}
 
     def begin(self, at: int) -> None:
         """A row that is not there."""
@@ -164,19 +186,19 @@ class Reference:
         seen = torch.zeros(KEYS, dtype=torch.bool)
         seen[[at for at in self.seen if self.there[at]]] = True
         given = self.weight.grad
-        gradient = torch.zeros(KEYS, DIM) if given is None else given.detach().clone()
+        gradient = torch.zeros_like(self.weight) if given is None else given.detach().clone()
         gradient[~seen] = 0
         before = self.weight.detach().clone()
         slots = {name: slot.clone() for name, slot in self.slots().items()}
         if self.kind == "lazy_adam":
             at = seen.nonzero().T
-            gradient = torch.sparse_coo_tensor(at, gradient[seen], (KEYS, DIM)).coalesce()
+            gradient = torch.sparse_coo_tensor(at, gradient[seen], gradient.shape).coalesce()
         self.weight.grad = gradient
         self.optimizer.step()
         with torch.no_grad():
             self.weight[~seen] = before[~seen]
             for name, slot in self.slots().items():
-                old = slots.get(name, torch.zeros(KEYS, DIM))
+                old = slots.get(name, torch.zeros_like(slot))
                 fade = 1.0
                 if self.kind.startswith("adam") and not self.kind.startswith("adam_w"):
                     fade = {"exp_avg": 0.9, "exp_avg_sq": 0.999}[name]
@@ -214,7 +236,7 @@ class Reference:
             self.weight.copy_(saved.weight)
         state = self.optimizer.state[self.weight]
         for name, slot in self.slots().items():
-            slot.copy_(saved.slots.get(name, torch.zeros(KEYS, DIM)))
+            slot.copy_(saved.slots.get(name, torch.zeros_like(slot)))
         if "step" in state:
             if torch.is_tensor(state["step"]):
                 state["step"].fill_(float(saved.steps))
@@ -662,23 +684,37 @@ def _old_pass() -> Any:
 
 @contextlib.contextmanager
 def _one_chain() -> Iterator[None]:
-    """What is saved beside the deltas is one of them."""
-    plain = Store.delta
+    """A checkpoint is the store's last file, and a delta follows that file alone."""
+    last: dict[str, Path] = {}
 
-    def save_in_chain(self: Store, path: Path) -> Any:
-        return self.snapshot(Path(path).parent)
+    def writes(call: Any, place: Any) -> Any:
+        def write(self: Store, path: Path) -> Any:
+            folder = place(Path(path))
+            if call is delta and last.get(self.name, folder) != folder:
+                raise ValueError(f"the last file of {self.name} is not in {folder}")
+            last[self.name] = folder
+            return call(self, path)
 
-    def delta(self: Store, folder: Path) -> Any:
-        found = plain(self, folder)
-        path = Path(found["path"])
-        path.rename(path.with_name(path.name.replace("full", "delta")))
-        return found
+        return write
 
+    delta = Store.delta
     with (
-        mock.patch.object(Store, "save", save_in_chain),
-        mock.patch.object(Store, "delta", delta),
+        mock.patch.object(Store, "save", writes(Store.save, lambda path: path.parent)),
+        mock.patch.object(Store, "snapshot", writes(Store.snapshot, lambda path: path)),
+        mock.patch.object(Store, "delta", writes(delta, lambda path: path)),
     ):
         yield
+
+
+def _own_counts() -> Any:
+    """Keys that this store has not counted itself are not counted when other ranks' come."""
+    plain = Store.set_counts
+
+    def set_counts(self: Store, keys: Any, counts: Any) -> None:
+        at = np.isin(keys, self.counts()[0])
+        plain(self, keys[at], counts[at])
+
+    return mock.patch.object(Store, "set_counts", set_counts)
 
 
 def _old_pool(self: Any, values: torch.Tensor, inverse: Any, of: Any) -> torch.Tensor:
@@ -722,13 +758,12 @@ FAULTS: dict[str, Any] = {
     ),
     "Adagrad has no weight decay": lambda: _options(Adagrad, weight_decay=0.0),
     "Adam has no weight decay": lambda: _options(Adam, weight_decay=0.0),
+    "row-wise Adagrad always decays decoupled": lambda: _options(RowWiseAdagrad, decoupled=True),
     "batches without rows fail": lambda: mock.patch.object(Bag, "_pool", _old_pool),
     "features with batches of their own are pooled": lambda: mock.patch.object(
         inputs, "_one_batch", lambda *_: None
     ),
     "read-only memory is written": lambda: mock.patch.object(store_module, "_output", _old_output),
-    "counts are lost on other ranks": lambda: mock.patch.object(
-        Store, "set_counts", lambda *_: None
-    ),
+    "counts are lost on other ranks": _own_counts,
 }
 TWIN = Twin("embedding", PROGRAMS, check, FAULTS, programs_per_round=300)

@@ -17,9 +17,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
+from hypothesis.internal.conjecture.engine import ConjectureRunner
 from hypothesis.strategies import SearchStrategy
 
 Program = Any
@@ -47,7 +49,10 @@ class Twin:
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found: `program` is the shortest that failed, or None."""
+    """What a search found: `program` is the shortest that failed, or None.
+
+    `without`: how the program that a fault made fail failed without the fault as well.
+    """
 
     twin: str
     seed: int
@@ -55,6 +60,7 @@ class Result:
     seconds: float
     program: Program = None
     error: str = ""
+    without: str = ""
 
 
 def twin(name: str) -> Twin:
@@ -74,37 +80,50 @@ def names() -> list[str]:
 
 
 def search(
-    tested: Twin, seed: int, count: int, begins: Callable[[Program], None] = lambda _: None
+    tested: Twin,
+    seed: int,
+    count: int,
+    begins: Callable[[Program], None] = lambda _: None,
+    *,
+    shrink: bool = True,
 ) -> Result:
-    """Run `count` programs from `seed`; stop at the first that fails, and shrink it.
+    """Run `count` programs from `seed`; stop at the first that fails, and `shrink` it.
 
     `begins` is called with each program before it runs.
     """
     began, ran = time.monotonic(), 0
     failing: tuple[Program, str] = (None, "")
+    passed: set[str] = set()
 
     def body(program: Program) -> None:
         nonlocal ran, failing
+        text = json.dumps(program, sort_keys=True)
+        if text in passed:  # hypothesis draws some again
+            return
         ran += 1
         begins(program)
         try:
             tested.check(program)
         except Exception as error:
-            failing = (json.loads(json.dumps(program)), f"{type(error).__name__}: {error}")
+            failing = (json.loads(text), f"{type(error).__name__}: {error}")
             raise
+        passed.add(text)
 
     run = hypothesis.seed(seed)(
         hypothesis.settings(
             max_examples=count,
             database=None,
             deadline=None,
-            phases=[Phase.generate, Phase.shrink],
+            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
             verbosity=hypothesis.Verbosity.quiet,
         )(hypothesis.given(tested.programs)(body))
     )
-    with contextlib.suppress(Exception):  # `failing` holds it, shrunk
+    # Each program is drawn anew: hypothesis would make five of six from the one before, by copying
+    # one part of it over another, and so leave out much of what can be drawn.
+    drawn = mock.patch.object(ConjectureRunner, "generate_mutations_from", lambda *_: None)
+    with drawn, contextlib.suppress(Exception):  # `failing` holds it, shrunk
         run()
     return Result(tested.name, seed, ran, time.monotonic() - began, *failing)
 

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from evener import moe
 from evener.errors import UsageError
-from tests.twins._ranks import Ranks
+from tests.twins._ranks import Ranks, Switch
 from tests.twins.harness import Program, Twin
 
 _MATRICES = ("experts.gate_up_proj", "experts.down_proj")
@@ -367,27 +367,17 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "the auxiliary loss stays in evaluation": _aux_is_kept,
 }
 
-_fault = ""
+_switch = Switch()
 _world = functools.cache(Ranks)
-
-
-@contextlib.contextmanager
-def _put(name: str) -> Iterator[None]:
-    global _fault
-    _fault = name
-    try:
-        yield
-    finally:
-        _fault = ""
 
 
 def check(program: Program) -> None:
     if program["ranks"] == 1:
         torch.set_num_threads(1)
-        run(0, 1, program, _fault)
+        run(0, 1, program, _switch.fault)
         return
     world = _world(program["ranks"])
-    world.run("tests.twins.moe:run", program, _fault)
+    world.run("tests.twins.moe:run", program, _switch.fault)
 
 
 def _program(draw: Any) -> Program:
@@ -425,6 +415,6 @@ TWIN = Twin(
     name="moe",
     programs=st.composite(_program)(),
     check=check,
-    faults={name: (lambda name=name: _put(name)) for name in FAULTS},
+    faults={name: (lambda name=name: _switch.put(name)) for name in FAULTS},
     programs_per_round=300,
 )

@@ -166,7 +166,7 @@ TWIN = Twin(
         "pieces are cut at any byte": lambda: _fault("any-cut"),
         "bytes are copied in any order": lambda: _fault("any-order"),
         # Not "by-kernel", where the kernel copies into posted buffers: it tears one line of LL128
-        # in 2 million, so only the long reader finds it (benchmarks/net_lines.py).
+        # in 2 million, so only a long run of the reader finds it (crates/engine/examples/lines.rs).
     },
     programs_per_round=200,
     limit=900,  # of several jobs, and of building the reader before the first one

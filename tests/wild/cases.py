@@ -112,6 +112,10 @@ CASES = (
     Case("nanogpt-clip", "", "nanogpt", args=("--clip", "--accumulate", "2")),
     Case("gan", "", "gan"),
     Case("scaler", "", "scaler"),
+    *(
+        Case(kind, "", "kinds", args=(kind,))
+        for kind in ("swa", "siamese", "teacher", "penalty", "maml", "policy", "albert", "depth")
+    ),
     Case("torchvision", "torchvision", "torchvision_reference"),
     Case("trainer", "transformers", "trainer"),
     Case("trainer-accumulate", "transformers", "trainer", args=("--accumulate", "--bf16")),

@@ -115,6 +115,13 @@ MODELS: dict[str, Callable[[], Case]] = {
         encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, dropout=0.0,
         pad_token_id=0, use_cache=False,
     ),
+    "Cohere": lambda: _text(
+        "CohereForCausalLM", **{k: v for k, v in _DECODER.items() if k != "head_dim"},
+    ),
+    "FNet": lambda: _text(
+        "FNetForMaskedLM", vocab_size=WORDS, hidden_size=32, intermediate_size=48,
+        num_hidden_layers=4, hidden_dropout_prob=0.0, max_position_embeddings=64, pad_token_id=0,
+    ),
     "Whisper": _whisper,
     "DINOv2": lambda: _images("Dinov2ForImageClassification", mlp_ratio=2),
     "ConvNeXt (timm)": lambda: _timm(
@@ -126,6 +133,15 @@ MODELS: dict[str, Callable[[], Case]] = {
     ),
     "EfficientNet (timm)": lambda: _timm(
         "efficientnet_lite0", 96, drop_rate=0.0, drop_path_rate=0.0
+    ),
+    "BEiT (timm)": lambda: _timm(
+        "beit_base_patch16_224", img_size=32, depth=4, embed_dim=32, num_heads=2
+    ),
+    "XCiT (timm)": lambda: _timm(
+        "xcit_nano_12_p8_224", img_size=32, depth=4, embed_dim=32, num_heads=2
+    ),
+    "PVT v2 (timm)": lambda: _timm(
+        "pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 3, 4)
     ),
     "DeiT (timm)": lambda: _timm(
         "deit_tiny_patch16_224", img_size=32, depth=4, embed_dim=32, num_heads=2

@@ -362,6 +362,22 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         "GraniteMoeForCausalLM", **_DECODER, num_local_experts=4, num_experts_per_tok=2,
         pad_token_id=0,
     ),
+    "Cohere": lambda: _transformers("CohereForCausalLM", **_DECODER, **_SPECIAL, logit_scale=0.25),
+    "StableLM": lambda: _transformers(
+        "StableLmForCausalLM", **_DECODER, **_SPECIAL, use_parallel_residual=True,
+    ),
+    "RoFormer": lambda: _transformers(
+        "RoFormerForMaskedLM", vocab_size=WORDS, embedding_size=64, **_ENCODER,
+    ),
+    "MobileBERT": lambda: _transformers(
+        "MobileBertForMaskedLM", vocab_size=WORDS, hidden_size=128, embedding_size=64,
+        intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, true_hidden_size=64,
+        intra_bottleneck_size=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    ),
+    "FNet": lambda: _transformers(
+        "FNetForMaskedLM", vocab_size=WORDS, hidden_size=128, intermediate_size=256,
+        num_hidden_layers=4, hidden_dropout_prob=0,
+    ),
     "Qwen2-VL": _qwen2_vl,
     "DETR": _detr,
     "LLaVA": _llava,

@@ -488,3 +488,23 @@ def test_a_checkpoint_of_another_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(zero.CheckpointError, match="train in the same dtype"):
         zero.load_checkpoint(other, tmp_path)
     other.close()
+
+
+def test_keep_leaves_the_newest(tmp_path: Path) -> None:
+    engine = start(Model(), {"layers.0/0"})
+    data = batches(6)
+    for step in range(3):
+        train(engine, data[step : step + 1])
+        zero.save_checkpoint(engine, tmp_path, keep=2)
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == ["step-00000002", "step-00000003"]
+    # Back to an older one: what is written next is the newest, whatever its number.
+    zero.load_checkpoint(engine, tmp_path / "step-00000002")
+    saved = zero.save_checkpoint(engine, tmp_path, keep=1)
+    assert [path.name for path in tmp_path.glob("step-*")] == [saved.name]
+    zero.load_checkpoint(engine, tmp_path)
+    assert engine.global_steps == 2
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(UsageError, match="keep"):
+            zero.save_checkpoint(engine, tmp_path, keep=wrong)
+    engine.close()

@@ -17,10 +17,10 @@ from evener import zero
 from evener.errors import UsageError
 from evener.tools.plan.memory import plan_memory
 from evener.zero import budget as budgets
-from evener.zero import shapes
+from evener.zero import machines, shapes
 from evener.zero.budget import Budget
 from evener.zero.form import Form, names
-from evener.zero.planner import Machine, Part, Work, _need, plan, working_set
+from evener.zero.planner import Machine, Part, Work, _need, plan
 from evener.zero.profile import Profile
 from evener.zero.store import Formats, build
 from evener.zero.units import cut
@@ -65,7 +65,7 @@ def test_never_above_the_budget(
     parts: list[Part], work: Work, formats: Formats, gpu: int, host: int
 ) -> None:
     made = plan(parts, formats, work, MACHINE, Budget(gpu, host))
-    need = working_set(parts, formats, work, MACHINE)
+    need = _need(parts, frozenset(), formats, work, MACHINE)
     assert {p.name for p in made.places} == {p.name for p in parts}
     moved = [p for p, part in zip(made.places, parts, strict=True) if not part.stays]
     here = [p for p in moved if p.where == "gpu"]
@@ -152,6 +152,17 @@ def test_units_of_a_model() -> None:
     assert {"layers.1/0", "layers.1/frozen"} <= groups
 
 
+def test_a_host_without_cgroups_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 50000 kB\n")
+    for _ in range(2):
+        assert budgets.host_free(tmp_path / "cgroup", tmp_path) == 50000 * 1024
+    assert [record.getMessage()[:29] for record in caplog.records] == [
+        "no memory cgroup is mounted a"
+    ]
+
+
 def test_budgets_read_the_cgroup(tmp_path: Path) -> None:
     root, proc = tmp_path / "cgroup", tmp_path / "proc"
     inner = root / "a/b"
@@ -203,7 +214,7 @@ def test_a_machine_that_is_not_here(tmp_path: Path) -> None:
     assert sum(place["numel"] for place in record["plan"]["places"]) == pytest.approx(
         6.738e9, rel=1e-3
     )
-    assert record["plan"]["budget"]["gpu"] == 40960 << 20
+    assert record["plan"]["budget"]["gpu"] == 40335 << 20
     assert record["plan"]["gpu_bytes"] <= record["plan"]["budget"]["gpu"]
     assert record["assumed"]["machine"]["h2d"] == pytest.approx(27.1e9, rel=0.01)
     # 14 bytes per parameter, wherever they are.
@@ -213,7 +224,7 @@ def test_a_machine_that_is_not_here(tmp_path: Path) -> None:
     assert slow["plan"]["step_seconds"] > record["plan"]["step_seconds"]
     shown = run("70b", "--on", "h200", "--host", "200GB")
     assert shown.exit_code == 1 and "does not fit" in shown.stdout
-    same = "gpu=40960MiB,tflops=312,hbm=1555,pcie=31.5,dram=204.8"
+    same = "gpu=40335MiB,tflops=312,hbm=1555,pcie=31.5,dram=204.8"
     assert (
         json.loads(run("7b", "--on", same, "--json").stdout)["plan"]["step_seconds"]
         == (record["plan"]["step_seconds"])
@@ -228,6 +239,41 @@ def test_a_machine_that_is_not_here(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
     shown = run(str(tmp_path))
     assert isinstance(shown.exception, UsageError) and "nonesuch" in str(shown.exception)
+
+
+@pytest.mark.parametrize(
+    ("line", "kinds"),
+    [
+        ("--host 30GB --on rtx4090", {"--host", "--gpu"}),
+        ("--host 64GB --on rtx4090", {"--host", "--gpu", "--ssd", "--ranks", "--moments"}),
+        ("--host 4GB --gpu 2GB --on a10", {"--gpu", "--host"}),
+        ("--batch 64x4096 --checkpointing none --on a10 --host 200GB", {"--batch", "--gpu"}),
+    ],
+)
+def test_what_does_not_fit_is_told_what_would_and_that_does(
+    line: str, kinds: set[str], tmp_path: Path
+) -> None:
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(plan_memory, ["7b", *line.split(), *arguments])
+
+    shown = run()
+    assert shown.exit_code == 1 and shown.stdout.count("does not fit") == 1
+    ways = re.findall(r"^  fits with .* \((--.*)\)", shown.stdout, re.MULTILINE)
+    assert kinds <= {option for way in ways for option in re.findall(r"--\w+", way)}, shown.stdout
+    for way in ways:
+        tried = run(*way.replace("/folder", str(tmp_path)).split())
+        host = float(line.split("--host ")[1].split("GB")[0])
+        if ranks := re.search(r"--ranks (\d+)", way):  # they share the host's memory
+            tried = run(*way.split(), "--host", f"{host / int(ranks[1])}GB")
+        assert tried.exit_code == 0, f"{way}: {tried.stdout[:300]}"
+
+
+def test_no_card_has_more_memory_than_nvidia_smi_shows() -> None:
+    shown = {"a100-40gb": 40960, "a100-80gb": 81920, "h100-80gb": 81559, "h100-pcie": 81559,
+             "h200": 143771, "a10": 23028, "l4": 23034, "l40s": 46068, "rtx3090": 24576,
+             "rtx4090": 24564}  # fmt: skip
+    for name, gpu in machines.GPUS.items():
+        assert 0.97 * shown[name] < gpu.memory / (1 << 20) < shown[name]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

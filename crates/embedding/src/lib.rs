@@ -41,6 +41,7 @@ mod philox;
 mod pool;
 pub mod registry;
 mod row;
+mod saver;
 mod shard;
 mod snapshot;
 mod store;

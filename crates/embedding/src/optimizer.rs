@@ -1,5 +1,6 @@
 //! The step of each optimizer on one row. Plain loops over f32, element by element and without fused
-//! multiply-add, so that the bits are the same on every machine and for every door.
+//! multiply-add, so that the bits are the same on every machine and for every door. Its settings are in
+//! [`options`](crate::options); rows on a GPU take the same step in `evener.embedding.torch.updates`.
 
 use crate::options::Optimizer;
 
@@ -25,17 +26,20 @@ fn power(base: f64, mut exponent: u64) -> f64 {
 }
 
 impl Optimizer {
-    /// How many f32 values it keeps for each value of a row.
-    pub fn slots(&self) -> usize {
+    /// How many f32 values it keeps for a row of `dim` values.
+    pub fn slots(&self, dim: usize) -> usize {
         match self {
             Optimizer::Sgd { .. } => 0,
-            Optimizer::Adagrad { .. } => 1,
+            Optimizer::RowWiseAdagrad { .. } => 1,
+            Optimizer::Adagrad { .. } => dim,
+            Optimizer::PartialRowWiseAdam { .. } => dim + 1,
             Optimizer::Adam { .. }
             | Optimizer::AdamW { .. }
             | Optimizer::LazyAdam { .. }
+            | Optimizer::Lamb { .. }
             | Optimizer::Ftrl { .. }
-            | Optimizer::GroupFtrl { .. } => 2,
-            Optimizer::GroupAdam { .. } => 3,
+            | Optimizer::GroupFtrl { .. } => 2 * dim,
+            Optimizer::GroupAdam { .. } => 3 * dim,
         }
     }
 
@@ -44,6 +48,9 @@ impl Optimizer {
         match *self {
             Optimizer::Sgd { lr, .. }
             | Optimizer::Adagrad { lr, .. }
+            | Optimizer::RowWiseAdagrad { lr, .. }
+            | Optimizer::PartialRowWiseAdam { lr, .. }
+            | Optimizer::Lamb { lr, .. }
             | Optimizer::Adam { lr, .. }
             | Optimizer::AdamW { lr, .. }
             | Optimizer::LazyAdam { lr, .. }
@@ -88,6 +95,8 @@ impl Optimizer {
             Optimizer::Adam { beta1, beta2, .. }
             | Optimizer::AdamW { beta1, beta2, .. }
             | Optimizer::LazyAdam { beta1, beta2, .. }
+            | Optimizer::PartialRowWiseAdam { beta1, beta2, .. }
+            | Optimizer::Lamb { beta1, beta2, .. }
             | Optimizer::GroupAdam { beta1, beta2, .. } => [
                 1.0 - power(f64::from(beta1), t),
                 1.0 - power(f64::from(beta2), t),
@@ -123,6 +132,65 @@ impl Step {
                     let g = joined(*g, *w, weight_decay);
                     *a += g * g;
                     *w -= lr * g / (a.sqrt() + eps);
+                }
+            }
+            Optimizer::RowWiseAdagrad {
+                eps,
+                weight_decay,
+                decoupled,
+                ..
+            } => {
+                let l2 = if decoupled { 0.0 } else { weight_decay };
+                let square = |i: usize| joined(g[i], w[i], l2) * joined(g[i], w[i], l2);
+                slots[0] += total(dim, square) / dim as f32;
+                let size = lr / (slots[0].sqrt() + eps);
+                let keep = 1.0 - weight_decay * if decoupled { lr } else { size };
+                for (w, g) in w.iter_mut().zip(g) {
+                    *w = keep * *w - size * g;
+                }
+            }
+            Optimizer::PartialRowWiseAdam {
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                ..
+            } => {
+                let [first, second, _] = self.corrections.map(|c| c as f32);
+                let (m, v) = slots.split_at_mut(dim);
+                let mean = total(dim, |i| g[i] * g[i]) / dim as f32;
+                v[0] = beta2 * v[0] + (1.0 - beta2) * mean;
+                let root = (v[0] / second).sqrt() + eps;
+                for ((w, m), g) in w.iter_mut().zip(m).zip(g) {
+                    *m = beta1 * *m + (1.0 - beta1) * g;
+                    *w -= lr * (*m / first / root + weight_decay * *w);
+                }
+            }
+            Optimizer::Lamb {
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                ..
+            } => {
+                let [first, second, _] = self.corrections.map(|c| c as f32);
+                let (m, v) = slots.split_at_mut(dim);
+                for ((m, v), g) in m.iter_mut().zip(&mut *v).zip(g) {
+                    *m = beta1 * *m + (1.0 - beta1) * g;
+                    *v = beta2 * *v + (1.0 - beta2) * (g * g);
+                }
+                let change = |i: usize, w: f32| {
+                    m[i] / first / ((v[i] / second).sqrt() + eps) + weight_decay * w
+                };
+                let length = total(dim, |i| w[i] * w[i]).sqrt();
+                let way = total(dim, |i| change(i, w[i]) * change(i, w[i])).sqrt();
+                let trust = match length > 0.0 && way > 0.0 {
+                    true => length / way,
+                    false => 1.0,
+                };
+                let size = lr * trust;
+                for (i, w) in w.iter_mut().enumerate() {
+                    *w -= size * change(i, *w);
                 }
             }
             Optimizer::Adam {
@@ -254,6 +322,27 @@ impl Step {
             *w -= size * *m / (v.sqrt() * root + eps);
         }
     }
+}
+
+/// How many sums of its own a sum over a row is made of: enough to be taken at once.
+const LANES: usize = 16;
+
+/// A sum over a row: every sixteenth term by itself, and then these sums by halves. Rows on a GPU are
+/// summed in the same order.
+#[inline(always)]
+fn total(dim: usize, term: impl Fn(usize) -> f32) -> f32 {
+    let mut sums = [0.0; LANES];
+    for i in 0..dim {
+        sums[i % LANES] += term(i);
+    }
+    let mut half = LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            sums[i] += sums[i + half];
+        }
+        half /= 2;
+    }
+    sums[0]
 }
 
 /// A gradient with its part of the decay; the same bits where there is none.

@@ -107,11 +107,14 @@ fn milli() -> f32 {
 fn half() -> f32 {
     -0.5
 }
+fn centi() -> f32 {
+    1e-2
+}
+fn micro() -> f32 {
+    1e-6
+}
 fn adagrad_eps() -> f32 {
     1e-10
-}
-fn decay() -> f32 {
-    1e-2
 }
 
 /// The optimizer whose step the store does, with its slots in the row. `lr` may be given anew with
@@ -144,6 +147,62 @@ pub enum Optimizer {
         #[serde(default)]
         initial_accumulator: f32,
         /// L2 term, of rows that are seen: times the weights it is added to the gradient.
+        #[serde(default)]
+        weight_decay: f32,
+    },
+    /// Adagrad with one sum for a row, the mean of its squared gradients, as FBGEMM has it:
+    /// `s += mean(g^2); w -= lr g / (sqrt(s) + eps)`.
+    RowWiseAdagrad {
+        /// Learning rate.
+        #[serde(default = "centi")]
+        lr: f32,
+        /// Added to the root.
+        #[serde(default = "tiny")]
+        eps: f32,
+        /// Of rows that are seen.
+        #[serde(default)]
+        weight_decay: f32,
+        /// Whether weights decay by `lr weight_decay`; else the decay times the weights counts as a
+        /// part of the gradient.
+        #[serde(default)]
+        decoupled: bool,
+    },
+    /// Adam with one second moment for a row, the mean over it, as FBGEMM has it. A row that is not
+    /// seen does not change.
+    PartialRowWiseAdam {
+        /// Learning rate.
+        #[serde(default = "milli")]
+        lr: f32,
+        /// Decay of the first moment.
+        #[serde(default = "beta1")]
+        beta1: f32,
+        /// Decay of the second moment.
+        #[serde(default = "beta2")]
+        beta2: f32,
+        /// Added to the root.
+        #[serde(default = "tiny")]
+        eps: f32,
+        /// Decoupled decay.
+        #[serde(default)]
+        weight_decay: f32,
+    },
+    /// You et al., "Large Batch Optimization for Deep Learning", 2020, with a row as a layer: the step
+    /// of [`Optimizer::AdamW`] is scaled to the length of the row. Where one of them has no length it
+    /// is not scaled. A row that is not seen does not change.
+    Lamb {
+        /// Learning rate.
+        #[serde(default = "milli")]
+        lr: f32,
+        /// Decay of the first moment.
+        #[serde(default = "beta1")]
+        beta1: f32,
+        /// Decay of the second moment.
+        #[serde(default = "beta2")]
+        beta2: f32,
+        /// Added to the root.
+        #[serde(default = "micro")]
+        eps: f32,
+        /// Decoupled decay, a part of the step that is scaled.
         #[serde(default)]
         weight_decay: f32,
     },
@@ -190,7 +249,7 @@ pub enum Optimizer {
         #[serde(default)]
         eps_hat: bool,
         /// Decoupled decay.
-        #[serde(default = "decay")]
+        #[serde(default = "centi")]
         weight_decay: f32,
     },
     /// Adam in which a row that is not seen does not change at all (`torch.optim.SparseAdam`,

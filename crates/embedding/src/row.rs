@@ -1,5 +1,5 @@
 //! What lies where in a row: the values in their dtype, filled up to 4 bytes, then the optimizer's
-//! slots in f32, each as long as the row.
+//! slots in f32.
 
 use crate::arena::{copy_floats, floats, floats_mut};
 use crate::options::{Dtype, Options};
@@ -12,7 +12,7 @@ pub struct Layout {
     pub dim: usize,
     /// Data type of the values.
     pub dtype: Dtype,
-    /// Slots of the optimizer.
+    /// Values that the optimizer keeps.
     pub slots: usize,
 }
 
@@ -22,7 +22,7 @@ impl Layout {
         Layout {
             dim: options.dim as usize,
             dtype: options.dtype,
-            slots: options.optimizer.slots(),
+            slots: options.optimizer.slots(options.dim as usize),
         }
     }
 
@@ -33,7 +33,7 @@ impl Layout {
 
     /// Bytes that carry something.
     pub fn bytes(self) -> usize {
-        self.value_bytes() + self.slots * self.dim * 4
+        self.value_bytes() + self.slots * 4
     }
 
     /// Bytes from one row to the next: rows of some size begin on 16 bytes.
@@ -72,7 +72,7 @@ impl Layout {
 
     /// Values and slots of a row, counted.
     pub fn width(self) -> usize {
-        self.dim * (1 + self.slots)
+        self.dim + self.slots
     }
 
     /// Values and slots as f32: [`Layout::width`] of them.
@@ -103,7 +103,7 @@ impl Layout {
         change: impl FnOnce(&mut [f32], &mut [f32]),
     ) {
         let (values, slots) = row.split_at_mut(self.value_bytes());
-        let slots = floats_mut(&mut slots[..self.slots * self.dim * 4]);
+        let slots = floats_mut(&mut slots[..self.slots * 4]);
         if self.dtype == Dtype::F32 {
             change(floats_mut(values), slots);
         } else {

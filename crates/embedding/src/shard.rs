@@ -340,7 +340,7 @@ impl Shard {
         if fresh {
             let (kept, slots) = row.split_at_mut(core.layout.value_bytes());
             let _ = kept;
-            let slots = &mut slots[..core.layout.slots * core.layout.dim * 4];
+            let slots = &mut slots[..core.layout.slots * 4];
             core.options
                 .optimizer
                 .start(values, crate::arena::floats_mut(slots));

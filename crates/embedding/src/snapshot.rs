@@ -19,6 +19,7 @@
 //! u32, shard u32, count u64, length u64, CRC-32 of these 24 bytes and the payload, payload. The last
 //! block says how many blocks and rows there were.
 
+mod files;
 mod folder;
 mod read;
 mod write;
@@ -28,6 +29,7 @@ pub use read::{apply_delta, from_bytes, restore};
 pub use write::into_memory;
 
 use crate::options::Options;
+use crate::saver::Saver;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -85,20 +87,4 @@ pub struct Saved {
     pub step: u32,
     /// The name by which a delta says what it follows.
     pub id: String,
-}
-
-/// The last file of a store's chain.
-#[derive(Debug, Default)]
-pub struct Saver {
-    /// Marks up to this are in it.
-    saved: i16,
-    id: String,
-}
-
-impl Saver {
-    /// Comes after the same file as another, with nothing saved since.
-    pub fn follow(&mut self, other: &Saver) {
-        self.id.clone_from(&other.id);
-        self.saved = 0;
-    }
 }

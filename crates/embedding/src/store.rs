@@ -201,7 +201,7 @@ impl Store {
         self.table().export(each)
     }
 
-    /// Whole rows, as they are: `rows` [n, dim * (1 + slots)], the values (widened to f32) and then each
+    /// Whole rows, as they are: `rows` [n, dim + slots], the values (widened to f32) and then each
     /// slot. Keys without a row get one as in [`Store::lookup`]; those that are not let in give their
     /// first values and slots, and 0 in `admitted`.
     ///
@@ -237,7 +237,7 @@ impl Store {
     }
 
     /// The whole rows of one shard, at one instant, in the order of its index: keys, rows
-    /// [n, dim * (1 + slots)], frequencies, versions.
+    /// [n, dim + slots], frequencies, versions.
     ///
     /// # Errors
     /// [`crate::Error::Invalid`] where there is no such shard.

@@ -622,6 +622,34 @@ fn slots_are_where_the_formulas_put_them() {
         w = -z / (a.sqrt() / 0.1);
     }
     near(step(r#"{"kind": "group_ftrl", "lr": 0.1}"#, 1.0, &g32), w);
+    // Of a row of one value the mean is the value.
+    assert_eq!(
+        step(
+            r#"{"kind": "row_wise_adagrad", "lr": 0.1, "eps": 1e-10}"#,
+            1.0,
+            &g32
+        ),
+        step(r#"{"kind": "adagrad", "lr": 0.1}"#, 1.0, &g32)
+    );
+    near(
+        step(
+            r#"{"kind": "partial_row_wise_adam", "lr": 0.1, "weight_decay": 0.5}"#,
+            1.0,
+            &g32,
+        ),
+        step(
+            r#"{"kind": "adam_w", "lr": 0.1, "weight_decay": 0.5}"#,
+            1.0,
+            &g32,
+        ),
+    );
+    // The step is as long as the row, whose sign it has here: a tenth goes each time.
+    near(
+        step(r#"{"kind": "lamb", "lr": 0.1}"#, 1.0, &[0.5; 3]),
+        0.729,
+    );
+    // A row of zero is not scaled.
+    near(step(r#"{"kind": "lamb", "lr": 0.1}"#, 0.0, &[0.5]), -0.1);
 }
 
 #[test]

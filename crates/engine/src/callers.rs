@@ -10,7 +10,6 @@ use evener_proto::{Side, Why};
 use crate::Error;
 use crate::comm::Comm;
 use crate::config::Choice;
-use crate::frames::{Framed, Frames};
 use crate::hello::{HANDLE, Handle};
 use crate::lock::lock;
 use crate::log::Level;
@@ -29,13 +28,6 @@ pub struct Listener {
     mailbox: Arc<Mailbox>,
 }
 
-impl Listener {
-    /// Whether a comm is on its way to it.
-    pub(crate) fn is_awaited(&self) -> bool {
-        !lock(&self.mailbox.beginning).is_empty() || !lock(&self.mailbox.offers).is_empty()
-    }
-}
-
 /// See the module.
 pub struct Callers {
     pub(crate) shared: Arc<Shared>,
@@ -45,28 +37,21 @@ impl Callers {
     /// A listener, and the handle for those who will connect to it.
     pub fn listen(&self) -> (Listener, [u8; HANDLE]) {
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
-        (self.listen_as(number), self.handle(number).emit())
-    }
-
-    /// A listener with this number.
-    pub(crate) fn listen_as(&self, number: u64) -> Listener {
         let mailbox = Arc::new(Mailbox::default());
         lock(&self.shared.listeners).insert(number, mailbox.clone());
-        Listener { number, mailbox }
+        (Listener { number, mailbox }, self.handle(number).emit())
     }
 
     /// What leads to a listener of this process.
-    pub(crate) fn handle(&self, listener: u64) -> Handle {
+    fn handle(&self, listener: u64) -> Handle {
         let shared = &self.shared;
-        let udp = !shared.instances().is_empty();
+        let udp = !shared.instances.is_empty();
         Handle {
             process: shared.process,
             token: shared.token,
             listener,
             port: shared.port,
             udp,
-            measures: udp && shared.config.engine == Choice::Auto,
-            lanes: shared.lanes(),
             addresses: shared.nics.iter().map(|nic| nic.address).collect(),
         }
     }
@@ -75,8 +60,8 @@ impl Callers {
     pub fn close_listener(&self, listener: &Listener) {
         lock(&self.shared.listeners).remove(&listener.number);
         let offers = std::mem::take(&mut *lock(&listener.mailbox.offers));
-        for (lanes, comm) in offers {
-            self.shared.decline(&lanes, comm);
+        for (peer, comm) in offers {
+            self.shared.decline(&peer, comm);
         }
         let beginning = std::mem::take(&mut *lock(&listener.mailbox.beginning));
         for comm in beginning {
@@ -110,37 +95,30 @@ impl Callers {
             return result;
         }
         let parsed = Handle::parse(handle).ok_or(Error::Handle)?;
-        let Some(transport) = self.transport(&parsed) else {
-            return Ok(None);
-        };
-        let comm = self.open(&parsed, transport);
+        let comm = self.open(&parsed, self.transport(&parsed));
         let number = comm.id;
         lock(&self.shared.pending).insert(number, comm);
         Handle::set_cookie(handle, number);
         Ok(None)
     }
 
-    /// What carries comms to this process; `None`: that is being measured.
-    fn transport(&self, to: &Handle) -> Option<Transport> {
+    /// What carries comms to this process.
+    fn transport(&self, to: &Handle) -> Transport {
         let shared = &self.shared;
-        if shared.instances().is_empty() {
-            return Some(Transport::Tcp);
-        }
         match shared.config.engine {
-            Choice::Tcp => Some(Transport::Tcp),
-            Choice::Auto => shared.choosing.transport(shared, to),
-            Choice::Udp | Choice::Xdp if to.udp => Some(Transport::Udp),
+            Choice::Tcp => Transport::Tcp,
+            Choice::Udp | Choice::Xdp if to.udp => Transport::Udp,
             Choice::Udp | Choice::Xdp => {
                 let text =
                     "a peer does not take UDP (EVENER_NET_ENGINE is tcp there): TCP goes to it";
                 shared.log(Level::Info, text);
-                Some(Transport::Tcp)
+                Transport::Tcp
             }
         }
     }
 
     /// Begins a comm to the handle's listener over this transport.
-    pub(crate) fn open(&self, to: &Handle, transport: Transport) -> Arc<Comm> {
+    fn open(&self, to: &Handle, transport: Transport) -> Arc<Comm> {
         let shared = &self.shared;
         let key = PeerKey {
             process: to.process,
@@ -148,22 +126,13 @@ impl Callers {
             transport,
             connection: 0,
         };
-        let next = shared.next.fetch_add(1, Ordering::Relaxed);
-        let (keys, number) = match transport {
-            Transport::Tcp => (vec![key], next),
-            Transport::Udp => {
-                let mut keys = self.emptiest(key, shared.lanes().min(to.lanes));
-                // Comms that begin together do not begin on the same thread.
-                let count = keys.len();
-                keys.rotate_left(next as usize % count);
-                // The peer puts the lanes together by this number, which no other process may have.
-                (keys, if count > 1 { shared.random() | 1 } else { next })
-            }
+        let number = shared.next.fetch_add(1, Ordering::Relaxed);
+        let key = match transport {
+            Transport::Tcp => key,
+            Transport::Udp => self.emptiest(key),
         };
-        let peers = keys
-            .iter()
-            .map(|key| shared.peer(*key, to.token, to.port, &to.addresses, None));
-        let comm = Comm::new(number, Side::Send, peers.collect());
+        let peer = shared.peer(key, to.token, to.port, &to.addresses, None);
+        let comm = Comm::new(number, Side::Send, peer);
         self.begin(&comm, Some(to.listener));
         if transport == Transport::Tcp {
             shared.news(News::Want(key));
@@ -171,10 +140,10 @@ impl Callers {
         comm
     }
 
-    /// The connections that have the fewest comms, `count` or as many as there are.
-    fn emptiest(&self, key: PeerKey, count: usize) -> Vec<PeerKey> {
+    /// The connection that has the fewest comms: one thread moves all packets of a connection.
+    fn emptiest(&self, key: PeerKey) -> PeerKey {
         let shared = &self.shared;
-        let connections = shared.instances().len().min(usize::from(u8::MAX));
+        let connections = shared.instances.len().min(usize::from(u8::MAX));
         let comms = |key: &PeerKey| {
             let peer = shared.peers.get(key);
             peer.map_or(0, |peer| peer.claims.load(Ordering::Relaxed))
@@ -183,16 +152,12 @@ impl Callers {
             connection: number as u8,
             ..key
         });
-        let mut all: Vec<PeerKey> = all.collect();
-        all.sort_by_cached_key(comms);
-        all.truncate(count.max(1));
-        all
+        all.min_by_key(comms).unwrap_or(key)
     }
 
     fn begin(&self, comm: &Arc<Comm>, listener: Option<u64>) {
-        for (place, lane) in comm.lanes.iter().enumerate() {
-            self.shared.workers[lane.peer.home].ask(Task::Begin(comm.clone(), place, listener));
-        }
+        self.shared
+            .ask(&comm.peer, Task::Begin(comm.clone(), listener));
     }
 
     /// Accepts a comm without ever blocking: call it again until it gives one.
@@ -203,8 +168,8 @@ impl Callers {
         if self.shared.is_broken() {
             return Err(Error::Stopped);
         }
-        while let Some((lanes, number)) = lock(&listener.mailbox.offers).pop_front() {
-            let comm = Comm::new(number, Side::Receive, lanes);
+        while let Some((peer, number)) = lock(&listener.mailbox.offers).pop_front() {
+            let comm = Comm::new(number, Side::Receive, peer);
             self.begin(&comm, None);
             lock(&listener.mailbox.beginning).push_back(comm);
         }
@@ -214,7 +179,7 @@ impl Callers {
         };
         let comm = beginning.remove(place);
         if let Some(comm) = &comm {
-            self.shared.workers[comm.first().peer.home].ask(Task::Accept(comm.clone()));
+            self.shared.ask(&comm.peer, Task::Accept(comm.clone()));
         }
         Ok(comm)
     }
@@ -248,43 +213,14 @@ impl Callers {
             return Ok(None);
         };
         let slot = comm.slots.post(number, memory);
-        let lane = comm.lane_of(number);
-        self.shared.workers[lane.peer.home].ring(lane.bit.load(Ordering::Relaxed));
+        self.shared
+            .ring(&comm.peer, comm.bit.load(Ordering::Relaxed));
         Ok(Some(slot))
-    }
-
-    /// Frames for callers, if there are cards and `Config::frames` asked for them.
-    pub fn frames(&self) -> Option<Arc<Frames>> {
-        self.shared.frames.get().cloned()
-    }
-
-    /// Payload of frames so far, in bytes: what the process' processors did not copy, and what they did; each
-    /// on its way out and in. Those of the last tenth of a second may be missing.
-    pub fn bare(&self) -> [[u64; 2]; 2] {
-        self.shared.packets.bare()
-    }
-
-    /// From the first request of this comm on, memory that is posted is in frames of `unit` bytes. Sending:
-    /// [`Memory::start`] is where a run of lent frames begins, of the caller's lease. Receiving: it is a table of
-    /// zeroed `usize`, one for each unit of the message, as the frames of the same lease are what comes. In both
-    /// the length is that of the message. `false`: no packets carry this comm, so it cannot be.
-    pub fn frame(&self, comm: &Comm, framed: Framed) -> bool {
-        let packets = comm
-            .lanes
-            .iter()
-            .all(|lane| lane.peer.key.transport == Transport::Udp);
-        let fits = packets && framed.unit > 0 && framed.unit <= framed.frames.unit();
-        if fits {
-            comm.requests.frame(framed);
-        }
-        fits
     }
 
     /// Ends a comm. When this returns, no memory of its requests is used any more.
     pub fn release(&self, comm: &Arc<Comm>) {
-        for (place, lane) in comm.lanes.iter().enumerate() {
-            self.shared.workers[lane.peer.home].ask(Task::Release(comm.clone(), place));
-        }
+        self.shared.ask(&comm.peer, Task::Release(comm.clone()));
         let mut patience = 0;
         while !comm.is_released() && !self.shared.is_broken() {
             // A worker's turn is a few microseconds; asleep, it has just been woken.

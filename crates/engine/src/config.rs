@@ -3,16 +3,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::frames::Wanted;
 use crate::nics::Family;
-use crate::zerocopy;
 
 /// What carries what this process sends. It takes what comes by TCP, and unless it is told to use TCP
 /// alone by UDP too, so the processes of a job may differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Choice {
-    /// The better one, measured for each peer that measures as well; to others TCP.
-    Auto,
     /// Streams.
     Tcp,
     /// Packets, to processes that take them.
@@ -32,8 +28,6 @@ pub struct Config {
     pub family: Family,
     /// Worker threads; 0: by the number of processors.
     pub workers: usize,
-    /// Connections of a comm over UDP, if there are as many threads.
-    pub lanes: usize,
     /// Connections to a peer at the start, over all routes.
     pub flows: usize,
     /// And at most.
@@ -52,12 +46,6 @@ pub struct Config {
     pub trace_dir: Option<PathBuf>,
     /// Bytes of that for a process, at most.
     pub trace_bytes: u64,
-    /// Frames of the cards' memory for callers, with [`Choice::Xdp`].
-    pub frames: Option<Wanted>,
-    /// When to send without the kernel's copy.
-    pub zero_copy: zerocopy::Mode,
-    /// Measure also what carries best to processes of this host: for tests.
-    pub measure_here: bool,
     /// What tells this engine's statistics from those of another in the process: a suffix.
     pub label: &'static str,
 }
@@ -69,7 +57,6 @@ impl Default for Config {
             interfaces: None,
             family: Family::Any,
             workers: 0,
-            lanes: 1,
             flows: 16,
             most_flows: 32,
             congestion: None,
@@ -79,9 +66,6 @@ impl Default for Config {
             stats_dir: None,
             trace_dir: None,
             trace_bytes: 64_000_000,
-            frames: None,
-            zero_copy: zerocopy::Mode::Auto,
-            measure_here: false,
             label: "",
         }
     }

@@ -17,7 +17,6 @@ use evener_proto::wire::HEADER;
 use crate::fds;
 use crate::stats::PathStats;
 use crate::sys::{self, Memory, TcpInfo};
-use crate::zerocopy::{Mode, ZeroCopy};
 
 /// Bytes of the buffer that headers (and what follows them) are read into.
 ///
@@ -32,12 +31,6 @@ const LOSSY: u64 = 100;
 const MUCH: u32 = 8;
 /// This many looks must say so: a start always loses some.
 const LOSSY_LOOKS: u32 = 4;
-/// Memory is lent to the kernel where a path delivers this much between two looks, bytes per second:
-/// there a copy costs something, and the memory is back in a millisecond. A message waits for what is
-/// lent. (The kernel's rate will not do: of a token bucket it may be that of a burst.)
-const LENDS: f64 = 50e6;
-/// Not any more where it says so little.
-const LENDS_NOT: u64 = 12_500_000;
 /// See [`Conn::is_stuck`].
 const STUCK: Duration = Duration::from_millis(10);
 
@@ -136,14 +129,10 @@ pub struct Conn {
     in_kernel: usize,
     /// (comm, message) of chunks that are written and still pinned.
     pub done: Vec<(u64, u64)>,
-    zero: ZeroCopy,
 }
 
 impl Drop for Conn {
     fn drop(&mut self) {
-        if self.zero.is_lent() {
-            sys::disconnect(self.fd.as_raw_fd());
-        }
         fds::forget(self.fd.as_raw_fd());
     }
 }
@@ -185,45 +174,13 @@ impl Conn {
             queued: 0,
             in_kernel: 0,
             done: Vec::new(),
-            zero: ZeroCopy::default(),
         }
-    }
-
-    /// Tries to send without a copy from now on.
-    pub fn offer_zero_copy(&mut self, mode: Mode) {
-        if mode != Mode::Off && sys::allow_zero_copy(self.fd.as_raw_fd()).is_ok() {
-            self.zero = ZeroCopy::new(mode);
-        }
-    }
-
-    /// Whether the kernel may read what was sent.
-    pub fn is_lent(&self) -> bool {
-        self.zero.is_lent()
-    }
-
-    /// Takes the kernel's notices: whether there were any.
-    pub fn take_notices(&mut self) -> bool {
-        let mut any = false;
-        while let Some(notice) = sys::notice(self.fd.as_raw_fd()) {
-            self.zero.noticed(&notice, &mut self.done);
-            any = true;
-        }
-        if any {
-            self.stats.zero_copy(self.zero.verdict());
-        }
-        any
     }
 
     /// Adapts to what the kernel says: unsent bytes for about half a millisecond of what the path
-    /// delivers, and no bursts where those are what it loses. `passed`: since the last time.
-    /// Whether much of what was sent since then was sent again.
-    pub fn adapt(&mut self, info: &TcpInfo, passed: Duration) -> bool {
-        let carried = info.bytes_acknowledged.saturating_sub(self.acknowledged);
-        if carried as f64 >= LENDS * passed.as_secs_f64() {
-            self.zero.set_quick(true);
-        } else if info.delivery_rate < LENDS_NOT {
-            self.zero.set_quick(false);
-        }
+    /// delivers, and no bursts where those are what it loses. Whether much of what was sent since the
+    /// last time was sent again.
+    pub fn adapt(&mut self, info: &TcpInfo) -> bool {
         self.least_rtt = Duration::from_micros(info.least_rtt_us.into());
         let fd = self.fd.as_raw_fd();
         if info.delivery_rate > 0 {
@@ -381,98 +338,12 @@ impl Conn {
         self.out.push_back(item);
     }
 
-    /// Whether the rest of an item goes without a copy.
-    fn is_for_zero_copy(&self, item: &Item) -> bool {
-        match &item.body {
-            Body::Message { memory, .. } => {
-                let skip = item.written.saturating_sub(HEADER);
-                self.zero.wants(memory.length - skip)
-            }
-            Body::None | Body::Copy(_) => false,
-        }
-    }
-
     /// Writes what the kernel takes: bytes written.
     pub fn flush(&mut self) -> io::Result<usize> {
-        if self.zero.is_lent() {
-            self.take_notices();
-        }
-        let mut total = 0;
-        loop {
-            let alone = self
-                .out
-                .front()
-                .is_some_and(|item| self.is_for_zero_copy(item));
-            let result = if alone {
-                self.flush_zero_copy()
-            } else {
-                self.flush_copied()
-            };
-            match result {
-                Ok((sent, more)) => {
-                    total += sent;
-                    if !more {
-                        return Ok(total);
-                    }
-                }
-                // What stopped it will be there the next time.
-                Err(_) if total > 0 => return Ok(total),
-                Err(error) => return Err(error),
-            }
-        }
-    }
-
-    /// Writes the first item, its bytes without a copy: bytes written, and whether to go on.
-    fn flush_zero_copy(&mut self) -> io::Result<(usize, bool)> {
-        let fd = self.fd.as_raw_fd();
-        let Some(item) = self.out.front() else {
-            return Ok((0, false));
-        };
-        let Body::Message {
-            comm,
-            message,
-            memory,
-        } = item.body
-        else {
-            return Ok((0, false));
-        };
-        if item.written < HEADER {
-            let header = Memory::read_only(&item.header[item.written..]);
-            // SAFETY: the header is ours.
-            #[allow(unsafe_code, reason = "a header is written")]
-            let sent = unsafe { sys::send_more(fd, header) }?;
-            self.account(sent);
-            return Ok((sent, sent == header.length));
-        }
-        let rest = memory.from(item.written - HEADER);
-        // SAFETY: the message is pinned, and stays so until the notice: see `account` and `detach`.
-        #[allow(unsafe_code, reason = "bytes are sent without a copy")]
-        let result = unsafe { sys::send_zero_copy(fd, rest) };
-        match result {
-            Ok(sent) => {
-                self.zero.called(comm, message);
-                self.account(sent);
-                Ok((sent, sent == rest.length))
-            }
-            Err(error) if is_refusal(&error) => {
-                self.zero.refused();
-                self.stats.zero_copy(self.zero.verdict());
-                Ok((0, true))
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Writes items up to one that goes without a copy.
-    fn flush_copied(&mut self) -> io::Result<(usize, bool)> {
         let mut pieces = [Memory::of(&mut []); sys::PIECES];
-        let (mut count, mut alone) = (0, false);
+        let mut count = 0;
         for item in &self.out {
             if count + 2 > pieces.len() {
-                break;
-            }
-            if self.is_for_zero_copy(item) {
-                alone = true;
                 break;
             }
             if item.written < HEADER {
@@ -491,9 +362,8 @@ impl Conn {
         // SAFETY: headers and copies are ours; messages are pinned.
         #[allow(unsafe_code, reason = "the one place where bytes are written")]
         let sent = unsafe { sys::send(self.fd.as_raw_fd(), &pieces[..count]) }?;
-        let wanted: usize = pieces[..count].iter().map(|piece| piece.length).sum();
         self.account(sent);
-        Ok((sent, alone && sent == wanted))
+        Ok(sent)
     }
 
     /// So much more of what is queued was written.
@@ -509,9 +379,7 @@ impl Conn {
             if item.written < item.length() {
                 break;
             }
-            if let Body::Message { comm, message, .. } = item.body
-                && !self.zero.close()
-            {
+            if let Body::Message { comm, message, .. } = item.body {
                 self.done.push((comm, message));
             }
             self.out.pop_front();
@@ -541,19 +409,12 @@ impl Conn {
                 sys::copy(memory.from(skip), Memory::of(&mut bytes[skip..]));
             }
             item.body = Body::Copy(bytes);
-            // Only the first item is partly written: the kernel may be reading that part.
-            if item.written <= HEADER || !self.zero.close() {
-                self.done.push((comm, message));
-            }
+            self.done.push((comm, message));
         }
     }
 
     /// The connection is over: nothing more is written, and all that it pinned is done.
     pub fn abandon(&mut self) {
-        if self.zero.is_lent() {
-            sys::disconnect(self.fd.as_raw_fd());
-            self.zero.abandon(&mut self.done);
-        }
         for item in self.out.drain(..) {
             if let Body::Message { comm, message, .. } = item.body {
                 self.done.push((comm, message));
@@ -561,19 +422,4 @@ impl Conn {
         }
         self.queued = 0;
     }
-}
-
-/// Whether the kernel does not want to send without a copy: memory that it cannot pin, too much of it,
-/// a kind of socket that cannot.
-fn is_refusal(error: &io::Error) -> bool {
-    let refusals = [
-        libc::ENOBUFS,
-        libc::EFAULT,
-        libc::EINVAL,
-        libc::EOPNOTSUPP,
-        libc::ENOMEM,
-    ];
-    error
-        .raw_os_error()
-        .is_some_and(|code| refusals.contains(&code))
 }

@@ -35,7 +35,7 @@ use crate::peer::{Peer, PeerKey};
 use crate::records;
 use crate::shared::Shared;
 use crate::sys::{Epoll, LinkWatch, Ready};
-use crate::task::Task;
+use crate::task::{StreamTask, Task};
 
 /// Greetings that may be unfinished at a time.
 pub const MOST_GREETINGS: usize = 256;
@@ -378,7 +378,7 @@ impl Control {
             Order::Close(path) => {
                 if let Some(state) = self.peers.get(&key) {
                     let task = Task::Drop(state.peer.clone(), path, "not worth keeping");
-                    self.shared.workers[state.peer.home].ask(task);
+                    self.shared.ask(&state.peer, task);
                 }
             }
             Order::Dial {
@@ -414,8 +414,8 @@ impl Control {
         state.refused = Some((since, times + 1));
         if times + 1 >= ENDED.1 && now >= since + ENDED.0 {
             state.refused = None;
-            let task = Task::Ended(state.peer.clone());
-            self.shared.workers[state.peer.home].ask(task);
+            let task = StreamTask::Ended(state.peer.clone());
+            self.shared.workers[state.peer.home].ask_own(task);
         }
     }
 
@@ -437,7 +437,7 @@ impl Control {
                 let text = format!("{} lost its carrier: its paths are given up", nic.name);
                 self.shared.log(Level::Info, &text);
                 for worker in &self.shared.workers {
-                    worker.ask(Task::InterfaceDown(interface));
+                    worker.ask_own(StreamTask::InterfaceDown(interface));
                 }
             }
         }

@@ -43,11 +43,6 @@ pub struct Handle {
     pub port: u16,
     /// It takes packets at the UDP port of the same number.
     pub udp: bool,
-    /// It answers who measures what carries best, and measures itself.
-    pub measures: bool,
-    /// Most connections that it takes for a comm over UDP: 1 to 64. Builds that knew no more than one
-    /// say one.
-    pub lanes: usize,
     /// As many of its addresses as fit.
     pub addresses: Vec<IpAddr>,
 }
@@ -58,8 +53,7 @@ impl Handle {
         let mut bytes = [0; HANDLE];
         bytes[0..4].copy_from_slice(&HANDLE_MAGIC);
         bytes[4] = 2;
-        let more = self.lanes.clamp(1, 64) as u8 - 1;
-        bytes[5] = u8::from(self.udp) | u8::from(self.measures) << 1 | more << 2;
+        bytes[5] = u8::from(self.udp);
         bytes[6..8].copy_from_slice(&self.port.to_le_bytes());
         bytes[8..24].copy_from_slice(&self.process);
         bytes[24..40].copy_from_slice(&self.token);
@@ -103,8 +97,6 @@ impl Handle {
             listener: u64::from_le_bytes(array(bytes, 40)?),
             port: u16::from_le_bytes(array(bytes, 6)?),
             udp: bytes[5] & 1 != 0,
-            measures: bytes[5] & 2 != 0,
-            lanes: usize::from(bytes[5] >> 2) + 1,
             addresses,
         })
     }
@@ -266,8 +258,8 @@ mod tests {
             process: [u8; 16], token: [u8; 16], listener: u64, port: u16,
             addresses in prop::collection::vec(address(), 0..20), cookie: u64,
         ) {
-            let (udp, measures, lanes) = (port % 2 == 0, port % 3 == 0, usize::from(port) % 64 + 1);
-            let handle = Handle { process, token, listener, port, udp, measures, lanes, addresses };
+            let udp = port % 2 == 0;
+            let handle = Handle { process, token, listener, port, udp, addresses };
             let mut bytes = handle.emit();
             Handle::set_cookie(&mut bytes, cookie);
             prop_assert_eq!(Handle::cookie(&bytes), cookie);

@@ -1,5 +1,6 @@
-//! The part of a worker that other threads see: they ring for posted requests, ask for tasks, and
-//! nudge where there is something to pull.
+//! The part of a worker, or of an instance of UDP, that other threads see: they ring for posted
+//! requests, ask for tasks, and nudge where there is something to pull. `Own` is what only one of the
+//! two kinds can be asked for.
 
 use std::sync::Mutex;
 
@@ -8,7 +9,7 @@ use crate::lock::lock;
 use crate::stats::WorkerStats;
 use crate::sync::{AtomicBool, Ordering as SyncOrdering};
 use crate::sys::Waker;
-use crate::task::Task;
+use crate::task::{Asked, Task};
 
 /// Whether a flag was set, which it is not any more. Looked at first: a worker asks in each turn, and a swap that
 /// finds nothing takes the cache line away from those who ring.
@@ -20,10 +21,10 @@ pub(crate) fn taken(flag: &AtomicBool) -> bool {
 /// own inbox in each turn.
 #[derive(Debug)]
 #[repr(align(128))]
-pub struct Inbox {
+pub struct Inbox<Own> {
     pub(crate) bell: Doorbell,
     pub(crate) waker: Waker,
-    tasks: Mutex<Vec<Task>>,
+    tasks: Mutex<Vec<Asked<Own>>>,
     pub(crate) has_tasks: AtomicBool,
     /// There is something to pull, and another worker's connections are full.
     pub(crate) nudged: AtomicBool,
@@ -33,9 +34,9 @@ pub struct Inbox {
     pub counts: WorkerStats,
 }
 
-impl Inbox {
+impl<Own> Inbox<Own> {
     /// For a worker that is about to start.
-    pub fn new() -> std::io::Result<Inbox> {
+    pub fn new() -> std::io::Result<Inbox<Own>> {
         Ok(Inbox {
             bell: Doorbell::default(),
             waker: Waker::new()?,
@@ -54,8 +55,17 @@ impl Inbox {
         }
     }
 
-    /// Asks for something.
+    /// Asks for something that both kinds do.
     pub fn ask(&self, task: Task) {
+        self.push(Asked::Any(task));
+    }
+
+    /// Asks for something that only this kind does.
+    pub fn ask_own(&self, task: Own) {
+        self.push(Asked::Own(task));
+    }
+
+    fn push(&self, task: Asked<Own>) {
         lock(&self.tasks).push(task);
         self.has_tasks.store(true, SyncOrdering::SeqCst);
         if self.bell.must_wake() {
@@ -84,7 +94,7 @@ impl Inbox {
     }
 
     /// What was asked for since the last call. The worker's.
-    pub fn take(&self) -> Vec<Task> {
+    pub fn take(&self) -> Vec<Asked<Own>> {
         std::mem::take(&mut *lock(&self.tasks))
     }
 

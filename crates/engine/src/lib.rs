@@ -16,9 +16,7 @@
 //! nor control: slots, comms, listeners and the public face are the same for both. Which one a comm goes
 //! over is decided when it connects ([`Choice`]).
 
-mod arrivals;
 mod callers;
-mod choosing;
 pub mod comm;
 pub mod config;
 pub mod conn;
@@ -26,7 +24,6 @@ mod control;
 mod crew;
 pub mod doorbell;
 pub mod fds;
-pub mod frames;
 pub mod hello;
 mod inbox;
 pub mod link;
@@ -52,7 +49,6 @@ mod task;
 mod trace;
 pub mod udp;
 mod worker;
-pub mod zerocopy;
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -73,8 +69,8 @@ use nics::Nic;
 use shared::Shared;
 pub use slots::{Slot, Status};
 pub use sys::Memory;
-use task::Task;
-use udp::instance::{Door, Instance};
+use task::{StreamTask, Task};
+use udp::instance::{Instance, Reception};
 use worker::Worker;
 
 /// Why something cannot be done.
@@ -148,7 +144,7 @@ impl Engine {
             return Err(Error::NoInterface(config.interfaces));
         }
         let v6 = nics.iter().any(|nic| nic.address.is_ipv6());
-        let (socket, port, door) = listen(v6, config.engine, &log)?;
+        let (socket, port, reception) = listen(v6, config.engine)?;
         let mut secret = [0; 32];
         getrandom::fill(&mut secret)
             .map_err(|e| Error::System("getrandom", std::io::Error::other(e)))?;
@@ -165,11 +161,8 @@ impl Engine {
         // Of two engines one waits for peers that speak nothing else.
         let (streams, instances) = match config.engine {
             Choice::Udp | Choice::Xdp => (1, workers),
-            Choice::Auto if door.is_some() => (workers, workers),
-            Choice::Auto | Choice::Tcp => (workers, 0),
+            Choice::Tcp => (workers, 0),
         };
-        let inboxes: Result<Vec<_>, _> = (0..streams + instances).map(|_| Inbox::new()).collect();
-        let inboxes = inboxes.map_err(|e| Error::System("eventfd", e))?;
         let (congestion, why) = congestion(&socket, config.congestion.as_deref());
         let waker = sys::Waker::new().map_err(|e| Error::System("eventfd", e))?;
         let shared = Arc::new(Shared {
@@ -179,8 +172,8 @@ impl Engine {
             nics,
             port,
             congestion,
-            workers: inboxes,
-            streams,
+            workers: inboxes(streams)?,
+            instances: inboxes(instances)?,
             crew: Mutex::new(Crew::new(streams)),
             log,
             ..Shared::bare(waker)
@@ -200,18 +193,11 @@ impl Engine {
             let worker = worker.map_err(|e| Error::System("epoll", e))?;
             engine.spawn(format!("evener-net-{index}"), move || worker.run())?;
         }
-        let (mut door, mut rings) = (door, engine.trace()?.into_iter());
-        for index in shared.instances() {
-            let instance = Instance::new(index, shared.clone(), door.take(), rings.next());
+        let (mut reception, mut rings) = (reception, engine.trace()?.into_iter());
+        for index in 0..instances {
+            let instance = Instance::new(index, shared.clone(), reception.take(), rings.next());
             let instance = instance.map_err(|e| Error::System("epoll", e))?;
             engine.spawn(format!("evener-udp-{index}"), move || instance.run())?;
-        }
-        if shared.config.engine == Choice::Auto && !shared.instances().is_empty() {
-            // Before anybody has a handle: who hears of this process may measure at once.
-            let server = choosing::Server::new(shared.clone());
-            engine.spawn("evener-answer".into(), move || server.run())?;
-            let judge = choosing::Judge::new(shared.clone());
-            engine.spawn("evener-judge".into(), move || judge.run())?;
         }
         let nics: Vec<String> = shared
             .nics
@@ -224,7 +210,6 @@ impl Engine {
                 "{} over {}; {workers} worker(s) for {processors} processor(s), {} flows to \
                  a peer at the start and at most {}, congestion control {why}",
                 match shared.config.engine {
-                    Choice::Auto => "TCP and UDP engines (auto: measured for each peer)",
                     Choice::Tcp => "TCP engine",
                     Choice::Udp => "UDP engine",
                     Choice::Xdp => "UDP engine with AF_XDP",
@@ -244,7 +229,7 @@ impl Engine {
         let Some(directory) = &shared.config.trace_dir else {
             return Ok(Vec::new());
         };
-        let count = shared.instances().len();
+        let count = shared.instances.len();
         let name = directory.display();
         if count == 0 {
             let text = format!("trace {name}: nothing is written, UDP alone is traced");
@@ -322,17 +307,17 @@ impl Engine {
         for peer in self.shared.peers.all() {
             for path in &paths {
                 let task = Task::Drop(peer.clone(), *path, "cut by a test");
-                self.shared.workers[peer.home].ask(task);
+                self.shared.ask(&peer, task);
             }
         }
     }
 
     /// Has every worker hand half of its connections to the next, as a busy one would: for tests.
     pub fn pass_connections_on(&self) {
-        let count = self.shared.streams;
+        let workers = &self.shared.workers;
         for peer in self.shared.peers.all() {
-            for (index, worker) in self.shared.workers.iter().take(count).enumerate() {
-                worker.ask(Task::Give(peer.clone(), (index + 1) % count));
+            for (index, worker) in workers.iter().enumerate() {
+                worker.ask_own(StreamTask::Give(peer.clone(), (index + 1) % workers.len()));
             }
         }
     }
@@ -344,13 +329,14 @@ impl Engine {
 
     /// Stops all threads and closes all connections.
     pub fn stop(&self) {
-        // First those that wait for workers.
-        self.shared.choosing.stop();
         for comm in std::mem::take(&mut *lock(&self.shared.pending)).into_values() {
             self.release(&comm);
         }
         for worker in &self.shared.workers {
             worker.ask(Task::Stop);
+        }
+        for instance in &self.shared.instances {
+            instance.ask(Task::Stop);
         }
         // Control is the first: it writes the last record, of all that the others have done.
         let mut threads = std::mem::take(&mut *lock(&self.threads)).into_iter();
@@ -362,6 +348,9 @@ impl Engine {
         self.shared.broken.store(true, Ordering::SeqCst);
         for worker in &self.shared.workers {
             worker.clear();
+        }
+        for instance in &self.shared.instances {
+            instance.clear();
         }
         for peer in self.shared.peers.all() {
             lock(&peer.link).abandon();
@@ -375,13 +364,14 @@ impl Drop for Engine {
     }
 }
 
+fn inboxes<Own>(count: usize) -> Result<Vec<Inbox<Own>>, Error> {
+    let made: Result<_, _> = (0..count).map(|_| Inbox::new()).collect();
+    made.map_err(|e| Error::System("eventfd", e))
+}
+
 /// The TCP socket that all of a process' peers connect to, its port, and unless TCP alone is wanted where
-/// hellos come: at the UDP port of the same number. With auto a system that has no such port is no error.
-fn listen(
-    v6: bool,
-    choice: Choice,
-    log: &Log,
-) -> Result<(socket2::Socket, u16, Option<Door>), Error> {
+/// hellos come: at the UDP port of the same number.
+fn listen(v6: bool, choice: Choice) -> Result<(socket2::Socket, u16, Option<Reception>), Error> {
     const TRIES: usize = 16;
     let mut tries = 0;
     loop {
@@ -389,18 +379,11 @@ fn listen(
         if choice == Choice::Tcp {
             return Ok((socket, port, None));
         }
-        match Door::open(v6, port) {
-            Ok(door) => return Ok((socket, port, Some(door))),
+        match Reception::open(v6, port) {
+            Ok(reception) => return Ok((socket, port, Some(reception))),
             // Another program has that UDP port.
             Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && tries < TRIES => {
                 tries += 1;
-            }
-            Err(error) if choice == Choice::Auto => {
-                log(
-                    Level::Info,
-                    &format!("no UDP port here ({error}): TCP carries all"),
-                );
-                return Ok((socket, port, None));
             }
             Err(error) => return Err(Error::System("bind of UDP", error)),
         }

@@ -149,8 +149,7 @@ pub struct Traffic {
 pub enum Effect {
     /// Close this path.
     Drop(PathId),
-    /// Nothing was confirmed on this path for a while. It is closed if the kernel may still read memory
-    /// for it: it may for long.
+    /// Nothing was confirmed on this path for a while.
     Suspected(PathId),
     /// It carries again.
     Recovered(PathId),
@@ -292,7 +291,7 @@ impl Link {
             silent: Duration::ZERO,
         };
         self.ends.insert((side, id), end);
-        requests.register(0);
+        requests.register();
     }
 
     /// The caller has closed a comm: [`Requests::is_released`] holds once none of its memory is pinned.
@@ -309,7 +308,7 @@ impl Link {
                 }
                 self.bury(key);
             }
-            None => requests.let_go(0),
+            None => requests.let_go(),
         }
     }
 
@@ -320,7 +319,7 @@ impl Link {
         {
             end.less(end.requests.slots.under_way(|_| true));
             end.requests.slots.fail(REMOTE, |_| true);
-            end.requests.let_go(0);
+            end.requests.let_go();
             self.ends.remove(&key);
         }
     }
@@ -329,7 +328,7 @@ impl Link {
     pub fn abandon(&mut self) {
         for (_, end) in self.ends.drain() {
             end.requests.slots.fail(REMOTE, |_| true);
-            end.requests.let_go(0);
+            end.requests.let_go();
         }
     }
 

@@ -5,7 +5,6 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use evener_proto::Side;
 use evener_proto::packet::{Connection, ROUND_TRIPS, Stats};
 
 /// Names of what is counted, in the record's words, and where it is found.
@@ -61,8 +60,6 @@ pub struct Packets {
     strangers: AtomicU64,
     /// Bytes that a processor copied: out of callers' memory and to the kernel; from it and into theirs.
     copied: [AtomicU64; 2],
-    /// Payload of bare packets that was not copied and that was; each out and in.
-    bare: [[AtomicU64; 2]; 2],
 }
 
 /// What a connection has brought so far.
@@ -72,8 +69,6 @@ pub struct Counted {
     round_trips: [u64; ROUND_TRIPS],
     /// Copied since, sending and receiving.
     copied: [u64; 2],
-    /// Payload of bare packets that was not copied, and that was; out and in.
-    bare: [[u64; 2]; 2],
 }
 
 impl Default for Counted {
@@ -82,7 +77,6 @@ impl Default for Counted {
             counts: [0; NAMES.len()],
             round_trips: [0; ROUND_TRIPS],
             copied: [0; 2],
-            bare: [[0; 2]; 2],
         }
     }
 }
@@ -98,11 +92,6 @@ impl Counted {
         self.copied[1] += bytes as u64;
     }
 
-    /// Payload of a bare packet went out or came in, copied by this process or not.
-    pub fn bare(&mut self, copied: bool, side: Side, bytes: usize) {
-        self.bare[usize::from(copied)][side as usize] += bytes as u64;
-    }
-
     /// Brings what is new since the last time.
     pub fn bring(&mut self, connection: &Connection, to: &Packets) {
         let now = values(&connection.stats());
@@ -114,10 +103,6 @@ impl Counted {
             sum.fetch_add(*now - std::mem::replace(before, *now), Relaxed);
         }
         for (sum, more) in to.copied.iter().zip(&mut self.copied) {
-            sum.fetch_add(std::mem::take(more), Relaxed);
-        }
-        let all = to.bare.iter().flatten();
-        for (sum, more) in all.zip(self.bare.iter_mut().flatten()) {
             sum.fetch_add(std::mem::take(more), Relaxed);
         }
     }
@@ -132,13 +117,6 @@ impl Packets {
     /// Bytes that a processor copied: sending, receiving.
     pub fn copied(&self) -> [u64; 2] {
         self.copied.each_ref().map(|one| one.load(Relaxed))
-    }
-
-    /// Payload of bare packets: that was not copied by the process' processors, and that was; each sending,
-    /// receiving.
-    pub fn bare(&self) -> [[u64; 2]; 2] {
-        let load = |both: &[AtomicU64; 2]| both.each_ref().map(|one| one.load(Relaxed));
-        self.bare.each_ref().map(load)
     }
 
     /// As JSON.

@@ -49,7 +49,7 @@ fn of_path(path: &PathReport, state: &str, more: &str) -> String {
     format!(
         "{{\"peer\":{},\"nic\":{},\"source_port\":{},\"state\":\"{state}\",\"bytes_sent\":{},\
          \"bytes_received\":{},\"rate\":{},\"rtt_us\":{},\"window\":{},\"wait_us\":{},\
-         \"retransmits\":{},\"heals\":{},\"zero_copy\":\"{}\"{more}}}",
+         \"retransmits\":{},\"heals\":{}{more}}}",
         text(&path.peer),
         text(&path.nic),
         path.port,
@@ -61,7 +61,6 @@ fn of_path(path: &PathReport, state: &str, more: &str) -> String {
         path.wait_us,
         path.retransmits,
         path.heals,
-        path.zero_copy.name()
     )
 }
 
@@ -130,12 +129,8 @@ pub fn json(shared: &Shared) -> String {
             )
         })
         .collect();
-    let workers: Vec<String> = shared
-        .workers
-        .iter()
-        .map(|worker| worker.counts.json())
-        .collect();
-    let tcp = shared.workers.iter().take(shared.streams);
+    let workers: Vec<String> = shared.counts().map(|counts| counts.json()).collect();
+    let tcp = shared.workers.iter();
     let [read, written] = tcp.fold([0; 2], |[read, written], worker| {
         let of = |both: &[AtomicU64; 2]| both[1].load(Relaxed);
         [
@@ -144,19 +139,15 @@ pub fn json(shared: &Shared) -> String {
         ]
     });
     let [udp_out, udp_in] = shared.packets.copied();
-    let [[bare_out, bare_in], [bare_copied_out, bare_copied_in]] = shared.packets.bare();
     let _ = write!(
         out,
-        "\"copied\":{{\"tcp\":[{written},{read}],\"udp\":[{udp_out},{udp_in}]}},\
-         \"frames\":{{\"not_copied\":[{bare_out},{bare_in}],\
-         \"copied\":[{bare_copied_out},{bare_copied_in}]}},\"packets\":{},",
+        "\"copied\":{{\"tcp\":[{written},{read}],\"udp\":[{udp_out},{udp_in}]}},\"packets\":{},",
         shared.packets.json()
     );
     let _ = write!(
         out,
         "\"engine\":\"{}\",\"uptime_s\":{:.1},\"devices\":[{}],\"silences_us\":{},\"workers\":[{}],\"peers\":[{}],\"paths\":[{}],\"ended\":[{}]}}}}",
         match shared.config.engine {
-            Choice::Auto => "auto",
             Choice::Tcp => "tcp",
             Choice::Udp => "udp",
             Choice::Xdp => "xdp",

@@ -3,12 +3,11 @@
 //! It knows no peer, no connection and no thread, so that a [`Link`](crate::link::Link) can be tested
 //! with nothing else.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use evener_proto::{Side, Why};
 
-use crate::frames::Framed;
 use crate::lock::lock;
 use crate::slots::Slots;
 
@@ -28,45 +27,27 @@ pub struct Requests {
     pub side: Side,
     /// The requests.
     pub slots: Slots,
-    /// Its lanes ([`comm`](crate::comm)).
-    pub lanes: usize,
-    /// A bit for each lane whose worker knows it.
-    registered: AtomicU64,
-    /// A bit for each lane whose worker will not use the requests' memory any more.
-    released: AtomicU64,
+    registered: AtomicBool,
+    released: AtomicBool,
     /// The peer's answer.
     pub opened: AtomicUsize,
     failed: AtomicBool,
     why: Mutex<Option<Why>>,
-    /// Where the memory of requests is frames.
-    framed: OnceLock<Framed>,
 }
 
 impl Requests {
-    /// Requests of an end with this number of lanes, which no worker knows yet.
-    pub fn new(id: u64, side: Side, lanes: usize) -> Arc<Requests> {
+    /// Requests of an end that no worker knows yet.
+    pub fn new(id: u64, side: Side) -> Arc<Requests> {
         Arc::new(Requests {
             id,
             side,
             slots: Slots::default(),
-            lanes,
-            registered: AtomicU64::new(0),
-            released: AtomicU64::new(0),
+            registered: AtomicBool::new(false),
+            released: AtomicBool::new(false),
             opened: AtomicUsize::new(UNANSWERED),
             failed: AtomicBool::new(false),
             why: Mutex::new(None),
-            framed: OnceLock::new(),
         })
-    }
-
-    /// From the first request on their memory is in frames ([`frames`](crate::frames)).
-    pub(crate) fn frame(&self, framed: Framed) {
-        let _ = self.framed.set(framed);
-    }
-
-    /// How requests lie in frames, if they do.
-    pub fn framed(&self) -> Option<&Framed> {
-        self.framed.get()
     }
 
     /// Nothing more will complete.
@@ -84,27 +65,23 @@ impl Requests {
         }
     }
 
-    fn all(&self) -> u64 {
-        (1 << self.lanes) - 1
+    /// The worker knows it.
+    pub fn register(&self) {
+        self.registered.store(true, Ordering::Release);
     }
 
-    /// The worker of this lane knows it.
-    pub fn register(&self, lane: usize) {
-        self.registered.fetch_or(1 << lane, Ordering::Release);
-    }
-
-    /// Whether the workers of all lanes know it.
+    /// Whether the worker knows it.
     pub fn is_registered(&self) -> bool {
-        self.registered.load(Ordering::Acquire) == self.all()
+        self.registered.load(Ordering::Acquire)
     }
 
-    /// The worker of this lane will not use the requests' memory any more.
-    pub fn let_go(&self, lane: usize) {
-        self.released.fetch_or(1 << lane, Ordering::Release);
+    /// The worker will not use the requests' memory any more.
+    pub fn let_go(&self) {
+        self.released.store(true, Ordering::Release);
     }
 
     /// Whether no worker will use its requests' memory any more.
     pub fn is_released(&self) -> bool {
-        self.released.load(Ordering::Acquire) == self.all()
+        self.released.load(Ordering::Acquire)
     }
 }

@@ -3,11 +3,9 @@
 
 use std::time::Duration;
 
-use crate::comm::MOST_LANES;
 use crate::config::{Choice, Config};
 use crate::nics::Family;
 use crate::settings_generated::{self as all, Setting};
-use crate::zerocopy::Mode;
 
 /// An environment variable has a value that cannot be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -129,7 +127,6 @@ impl Settings {
         Ok(Settings {
             config: Config {
                 engine: parse(env, &all::ENGINE, |text| match small(text).as_str() {
-                    "auto" => Some(Choice::Auto),
                     "tcp" => Some(Choice::Tcp),
                     "udp" => Some(Choice::Udp),
                     "xdp" => Some(Choice::Xdp),
@@ -138,17 +135,10 @@ impl Settings {
                 interfaces,
                 family,
                 workers: parse(env, &all::WORKERS, number(0, 16))?,
-                lanes: parse(env, &all::LANES, number(1, MOST_LANES))?,
                 flows,
                 most_flows: 2 * flows,
                 congestion: optional(text(env, &all::CONGESTION)),
                 timeout: parse(env, &all::TIMEOUT, seconds)?,
-                zero_copy: parse(env, &all::ZEROCOPY, |text| match small(text).as_str() {
-                    "auto" => Some(Mode::Auto),
-                    "off" => Some(Mode::Off),
-                    "always" => Some(Mode::Always),
-                    _ => None,
-                })?,
                 stats_dir: optional(text(env, &all::STATS_DIR)).map(Into::into),
                 trace_dir: optional(text(env, &all::TRACE_DIR)).map(Into::into),
                 trace_bytes: parse(env, &all::TRACE_MB, number(1, 1 << 20))? as u64 * 1_000_000,
@@ -179,7 +169,6 @@ mod tests {
         assert_eq!(settings.devices, Devices::Auto);
         assert_eq!(settings.config.flows, default.flows);
         assert_eq!(settings.config.most_flows, default.most_flows);
-        assert_eq!(settings.config.lanes, default.lanes);
         assert_eq!(settings.config.timeout, default.timeout);
         assert_eq!(settings.config.interfaces, None);
         assert_eq!(settings.config.trace_dir, None);
@@ -197,7 +186,6 @@ mod tests {
         for (name, value) in [
             ("EVENER_NET_FLOWS", "0"),
             ("EVENER_NET_WORKERS", "many"),
-            ("EVENER_NET_LANES", "9"),
             ("EVENER_NET_TIMEOUT", "-1"),
             ("EVENER_NET_TIMEOUT", "nan"),
             ("EVENER_NET_DEVICES", "two"),

@@ -18,11 +18,11 @@ pub const NET: Setting = Setting {
     allowed: "auto or off or on",
 };
 
-/// What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to processes that take them; to others TCP. auto: half a second of measuring for each other host at the start, and the better of the two; to processes without auto TCP. xdp: as udp, past the kernel's stack where the card, the kernel and the process's rights allow it; the staged transport (EVENER_OUTER) then has the card send payload from where the GPU has put it.
+/// What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to processes that take them; to others TCP. xdp: as udp, past the kernel's stack where the card, the kernel and the process's rights allow it.
 pub const ENGINE: Setting = Setting {
     name: "EVENER_NET_ENGINE",
     default: "tcp",
-    allowed: "auto or tcp or udp or xdp",
+    allowed: "tcp or udp or xdp",
 };
 
 /// Interfaces that carry NCCL's traffic, by the rules of NCCL_SOCKET_IFNAME (prefixes; `=` exact names; `^` all but these), which is used where this is unset. Neither set: all that run, less loopback, container bridges and link-local addresses.
@@ -53,13 +53,6 @@ pub const WORKERS: Setting = Setting {
     allowed: "a whole number, 0 to 16",
 };
 
-/// Connections that a communicator's messages take turns over with the UDP engine, each moved by one worker thread; no more than there are threads, and than the peer allows.
-pub const LANES: Setting = Setting {
-    name: "EVENER_NET_LANES",
-    default: "1",
-    allowed: "a whole number, 1 to 8",
-};
-
 /// TCP connections between two processes at the start. More are opened while throughput grows, up to twice as many.
 pub const FLOWS: Setting = Setting {
     name: "EVENER_NET_FLOWS",
@@ -67,18 +60,11 @@ pub const FLOWS: Setting = Setting {
     allowed: "a whole number, 1 to 128",
 };
 
-/// Congestion control of the connections. Unset: the system's, but cubic instead of bbr.
+/// Congestion control of TCP connections, the kernel's. Unset: the system's, but cubic instead of bbr.
 pub const CONGESTION: Setting = Setting {
     name: "EVENER_NET_CONGESTION",
     default: "",
     allowed: "a name from net.ipv4.tcp_allowed_congestion_control",
-};
-
-/// Sending without the kernel's copy (MSG_ZEROCOPY). auto: each connection tries a piece of a message and goes on where the kernel did not copy it. always: even where it did, for tests.
-pub const ZEROCOPY: Setting = Setting {
-    name: "EVENER_NET_ZEROCOPY",
-    default: "auto",
-    allowed: "auto or off or always",
 };
 
 /// Seconds for which every path to a peer may be dead before its communicators get an error.

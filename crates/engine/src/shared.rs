@@ -2,17 +2,13 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use crate::arrivals::Arrivals;
-use crate::choosing::{self, Choosing};
-use crate::comm::{Comm, MOST_LANES};
+use crate::comm::Comm;
 use crate::config::Config;
 use crate::crew::Crew;
-use crate::frames::Frames;
 use crate::hello::ProcessId;
 use crate::inbox::Inbox;
 use crate::link::Link;
@@ -24,9 +20,9 @@ use crate::packets::Packets;
 use crate::paths::Paths;
 use crate::peer::{Peer, PeerKey, Transport};
 use crate::peers::{Claim, Peers};
-use crate::stats::Silences;
+use crate::stats::{Silences, WorkerStats};
 use crate::sys;
-use crate::task::Task;
+use crate::task::{Hello, StreamTask, Task};
 
 /// See the module.
 pub struct Shared {
@@ -36,16 +32,15 @@ pub struct Shared {
     pub(crate) nics: Vec<Nic>,
     pub(crate) port: u16,
     pub(crate) congestion: Option<String>,
-    /// Workers of TCP, and behind them the instances of UDP.
-    pub(crate) workers: Vec<Inbox>,
-    /// How many of them are TCP's.
-    pub(crate) streams: usize,
+    /// Of the workers of TCP.
+    pub(crate) workers: Vec<Inbox<StreamTask>>,
+    /// Of the instances of UDP.
+    pub(crate) instances: Vec<Inbox<Hello>>,
     pub(crate) crew: Mutex<Crew>,
     pub(crate) waker: sys::Waker,
     pub(crate) news: Mutex<Vec<News>>,
     pub(crate) peers: Peers,
     pub(crate) listeners: Mutex<HashMap<u64, Arc<Mailbox>>>,
-    pub(crate) arrivals: Arrivals,
     pub(crate) pending: Mutex<HashMap<u64, Arc<Comm>>>,
     pub(crate) paths: Mutex<Paths>,
     pub(crate) next: AtomicU64,
@@ -53,10 +48,7 @@ pub struct Shared {
     pub(crate) started: Instant,
     pub(crate) silences: Arc<Silences>,
     pub(crate) broken: AtomicBool,
-    pub(crate) choosing: Choosing,
     pub(crate) packets: Packets,
-    /// For callers, where there are cards and they are wanted.
-    pub(crate) frames: OnceLock<Arc<Frames>>,
     pub(crate) log: Log,
 }
 
@@ -64,7 +56,7 @@ pub struct Shared {
 #[derive(Debug, Default)]
 pub(crate) struct Mailbox {
     /// Comms that peers want to open.
-    pub(crate) offers: Mutex<VecDeque<(Vec<Claim>, u64)>>,
+    pub(crate) offers: Mutex<VecDeque<(Claim, u64)>>,
     /// Those that no worker knows yet.
     pub(crate) beginning: Mutex<VecDeque<Arc<Comm>>>,
 }
@@ -80,13 +72,12 @@ impl Shared {
             port: 0,
             congestion: None,
             workers: Vec::new(),
-            streams: 0,
+            instances: Vec::new(),
             crew: Mutex::new(Crew::new(0)),
             waker,
             news: Mutex::new(Vec::new()),
             peers: Peers::default(),
             listeners: Mutex::default(),
-            arrivals: Arrivals::default(),
             pending: Mutex::default(),
             paths: Mutex::default(),
             next: AtomicU64::new(1),
@@ -94,9 +85,7 @@ impl Shared {
             started: Instant::now(),
             silences: Arc::default(),
             broken: AtomicBool::new(false),
-            choosing: Choosing::default(),
             packets: Packets::default(),
-            frames: OnceLock::new(),
             log: Box::new(|_, _| {}),
         }
     }
@@ -139,30 +128,31 @@ impl Shared {
         }
     }
 
-    /// The places of the instances of UDP.
-    pub(crate) fn instances(&self) -> Range<usize> {
-        self.streams..self.workers.len()
-    }
-
-    /// Most connections that a comm over UDP has.
-    pub(crate) fn lanes(&self) -> usize {
-        let most = self.instances().len().min(MOST_LANES);
-        self.config.lanes.min(most).max(1)
-    }
-
-    /// A peer wants to open a comm, whose lanes are all there: it is declined where there is no such
-    /// listener.
-    pub(crate) fn offer_all(&self, listener: u64, lanes: Vec<Claim>, comm: u64) {
-        if let Err(lanes) = self.offer(listener, lanes, comm) {
-            self.decline(&lanes, comm);
+    /// Asks whoever moves this peer's bytes.
+    pub(crate) fn ask(&self, peer: &Peer, task: Task) {
+        match peer.key.transport {
+            Transport::Tcp => self.workers[peer.home].ask(task),
+            Transport::Udp => self.instances[peer.home].ask(task),
         }
     }
 
-    /// Tells the peer that nobody takes a comm, whose lanes these are.
-    pub(crate) fn decline(&self, lanes: &[Claim], comm: u64) {
-        for peer in lanes {
-            self.workers[peer.home].ask(Task::Decline(Arc::clone(peer), comm));
+    /// Rings for a posted request of a comm with this peer.
+    pub(crate) fn ring(&self, peer: &Peer, bit: usize) {
+        match peer.key.transport {
+            Transport::Tcp => self.workers[peer.home].ring(bit),
+            Transport::Udp => self.instances[peer.home].ring(bit),
         }
+    }
+
+    /// What each thread that moves bytes has counted: TCP's, then UDP's.
+    pub(crate) fn counts(&self) -> impl Iterator<Item = &WorkerStats> {
+        let streams = self.workers.iter().map(|inbox| &inbox.counts);
+        streams.chain(self.instances.iter().map(|inbox| &inbox.counts))
+    }
+
+    /// Tells the peer that nobody takes a comm.
+    pub(crate) fn decline(&self, peer: &Claim, comm: u64) {
+        self.ask(peer, Task::Decline(Arc::clone(peer), comm));
     }
 
     /// A claim on the peer with this key, made where it is new; `home`: the worker that has it, if that is
@@ -177,12 +167,11 @@ impl Shared {
     ) -> Claim {
         self.peers.claim(key, || {
             let home = home.unwrap_or_else(|| {
-                let places = match key.transport {
-                    Transport::Tcp => 0..self.streams,
-                    Transport::Udp => self.instances(),
+                let count = match key.transport {
+                    Transport::Tcp => self.workers.len(),
+                    Transport::Udp => self.instances.len(),
                 };
-                let next = self.next_home.fetch_add(1, Ordering::Relaxed);
-                places.start + next % places.len().max(1)
+                self.next_home.fetch_add(1, Ordering::Relaxed) % count.max(1)
             });
             let silences = self.silences.clone();
             let link = Link::new(&self.config, silences, self.started.elapsed());
@@ -190,20 +179,12 @@ impl Shared {
         })
     }
 
-    /// A peer wants to open a comm, whose lanes these are; they come back where there is no such listener.
-    pub(crate) fn offer(
-        &self,
-        listener: u64,
-        lanes: Vec<Claim>,
-        comm: u64,
-    ) -> Result<(), Vec<Claim>> {
+    /// A peer wants to open a comm; its claim comes back where there is no such listener.
+    pub(crate) fn offer(&self, listener: u64, peer: Claim, comm: u64) -> Result<(), Claim> {
         let Some(mailbox) = lock(&self.listeners).get(&listener).cloned() else {
-            return Err(lanes);
+            return Err(peer);
         };
-        lock(&mailbox.offers).push_back((lanes, comm));
-        if listener == choosing::LISTENER {
-            self.choosing.offered();
-        }
+        lock(&mailbox.offers).push_back((peer, comm));
         Ok(())
     }
 }

@@ -172,15 +172,6 @@ impl Slots {
             .sum()
     }
 
-    /// The memory of the taken requests that `which` names. The worker's.
-    pub fn taken(&self, which: impl Fn(u64) -> bool) -> Vec<Memory> {
-        let numbers = self.slots.iter().filter_map(|slot| {
-            let phase = slot.phase.load(Ordering::Relaxed);
-            (phase & 7 == TAKEN && which(phase >> 3)).then_some(phase >> 3)
-        });
-        numbers.filter_map(|number| self.memory(number)).collect()
-    }
-
     /// Whether an unfinished request uses memory from `start` to `end`. Anyone's.
     pub fn uses(&self, start: usize, end: usize) -> bool {
         self.slots.iter().any(|slot| {

@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::sys::TcpInfo;
-use crate::zerocopy::Verdict;
 
 /// Counters of one path since it was opened.
 #[derive(Debug, Default)]
@@ -25,7 +24,6 @@ pub struct PathStats {
     wait_us: AtomicU64,
     suspect: AtomicU64,
     heals: AtomicU64,
-    zero_copy: AtomicU64,
 }
 
 /// A copy of [`PathStats`] at one time.
@@ -57,8 +55,6 @@ pub struct PathReport {
     pub suspect: bool,
     /// Times that it was suspect and came back.
     pub heals: u64,
-    /// Whether it sends without the kernel's copy.
-    pub zero_copy: Verdict,
 }
 
 impl PathStats {
@@ -115,11 +111,6 @@ impl PathStats {
         self.suspect.store(suspect.into(), Relaxed);
     }
 
-    /// Whether it sends without the kernel's copy.
-    pub fn zero_copy(&self, verdict: Verdict) {
-        self.zero_copy.store(verdict as u64, Relaxed);
-    }
-
     /// A copy.
     pub fn report(&self) -> PathReport {
         PathReport {
@@ -136,7 +127,6 @@ impl PathStats {
             wait_us: self.wait_us.load(Relaxed),
             suspect: self.suspect.load(Relaxed) == 1,
             heals: self.heals.load(Relaxed),
-            zero_copy: Verdict::ALL[self.zero_copy.load(Relaxed) as usize % Verdict::ALL.len()],
         }
     }
 }

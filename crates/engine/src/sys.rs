@@ -18,9 +18,8 @@ pub use self::epoll::{Epoll, Ready, Waker};
 pub use self::interfaces::{Interface, LinkWatch, interfaces};
 pub use self::publish::publish;
 pub use self::sockets::{
-    Notice, PIECES, TcpInfo, allow_zero_copy, congestion, disconnect, network_error, notice,
-    receive, send, send_more, send_zero_copy, set_congestion, set_errors_told, set_late_port,
-    set_most_segment, set_paced, set_reset_on_close, set_unsent_low_water, tcp_info,
+    PIECES, TcpInfo, congestion, network_error, receive, send, set_congestion, set_errors_told,
+    set_late_port, set_most_segment, set_paced, set_reset_on_close, set_unsent_low_water, tcp_info,
     unacknowledged,
 };
 

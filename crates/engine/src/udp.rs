@@ -8,6 +8,7 @@
 
 mod association;
 mod away;
+pub mod batch;
 mod cards;
 #[cfg(any(test, fuzzing))]
 pub mod hostile;
@@ -23,8 +24,11 @@ use evener_proto::packet::{
     Accepted, Config, Connection, Dropped, Event, JobKey, Own, Place, Span, Stats, accept,
 };
 
+use crate::nics::Nic;
+use crate::shared::Shared;
 use crate::sys::{Epoll, Ready};
-use ports::{Batch, Came, Port, Reader};
+use batch::Batch;
+use ports::{Came, LARGEST, Port, Reader};
 
 /// What one end of a connection does with bytes.
 pub trait Bytes {
@@ -53,6 +57,30 @@ pub struct Driver {
     pub calls: (u64, u64),
     /// Datagrams that the kernel refused to take.
     pub refused: u64,
+}
+
+/// Bytes that a link carries in a packet, its headers included.
+fn mtu(nic: &Nic) -> usize {
+    let text = std::fs::read_to_string(format!("/sys/class/net/{}/mtu", nic.name));
+    text.ok()
+        .and_then(|text| text.trim().parse().ok())
+        .unwrap_or(1500)
+}
+
+/// What a connection is made with.
+fn config(shared: &Shared) -> Config {
+    let least = shared.nics.iter().map(mtu).min().unwrap_or(1500);
+    let v6 = shared.nics.iter().any(|nic| nic.address.is_ipv6());
+    let headers = if v6 { 48 } else { 28 };
+    let used = shared.config.flows.clamp(1, 128);
+    Config {
+        paths: 2 * used,
+        used,
+        datagram: least.clamp(600, 1500) - headers,
+        most_datagram: least.clamp(600, LARGEST.min(9000)) - headers,
+        patience: shared.config.timeout,
+        ..Config::default()
+    }
 }
 
 pub(crate) fn own() -> io::Result<Own> {

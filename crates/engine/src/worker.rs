@@ -40,7 +40,7 @@ use crate::peers::Claim;
 use crate::shared::Shared;
 use crate::stats::WorkerStats;
 use crate::sys::{self, Epoll, Ready};
-use crate::task::Task;
+use crate::task::{Asked, StreamTask, Task};
 use pulling::Delivery;
 
 /// Idle for this long, a worker sleeps.
@@ -158,7 +158,10 @@ impl Worker {
             let (mut active, mut moved) = (false, 0);
             if taken(&inbox.has_tasks) {
                 for task in inbox.take() {
-                    self.perform(task);
+                    match task {
+                        Asked::Any(task) => self.perform(task),
+                        Asked::Own(task) => self.perform_own(task),
+                    }
                 }
                 active = true;
             }
@@ -274,13 +277,6 @@ impl Worker {
                 continue;
             };
             conn.hung_up |= one.hung_up;
-            if one.notice
-                && conn.take_notices()
-                && let Some(Some(mine)) = self.links.get_mut(conn.link)
-            {
-                // What the kernel has done with is unpinned with the next turn.
-                mine.dirty = true;
-            }
             if one.readable && !conn.readable {
                 conn.readable = true;
                 conn.since = conn.since.max(before);
@@ -330,38 +326,17 @@ impl Worker {
 
     fn perform(&mut self, task: Task) {
         match task {
-            Task::Connect {
-                peer,
-                fd,
-                path,
-                interface,
-                stats,
-            } => {
-                let now = self.now();
-                lock(&self.shared.paths).insert(peer.key.mirror, path, stats.clone());
-                peer.connections.fetch_add(1, Ordering::Relaxed);
-                {
-                    let mut link = lock(&peer.link);
-                    link.lane.path_up(path, now);
-                    link.own(path, Some(self.index));
-                }
-                let mut conn = Conn::new(fd, 0, path, interface, stats);
-                conn.offer_zero_copy(self.shared.config.zero_copy);
-                self.adopt(&peer, Box::new(conn));
-            }
-            Task::Adopt(peer, conn) => self.adopt(&peer, conn),
-            // A comm over TCP has one lane.
-            Task::Begin(comm, _, listener) => {
-                let (bit, lane) = (self.next_bit, comm.first());
+            Task::Begin(comm, listener) => {
+                let bit = self.next_bit;
                 self.next_bit = (self.next_bit + 1) % BITS;
-                self.bits[bit].push((lane.peer.clone(), comm.side, comm.id));
-                lane.bit.store(bit, Ordering::Relaxed);
+                self.bits[bit].push((comm.peer.clone(), comm.side, comm.id));
+                comm.bit.store(bit, Ordering::Relaxed);
                 let now = self.now();
-                lock(&lane.peer.link).begin(&comm.requests, listener, now);
-                self.dirty(&lane.peer);
+                lock(&comm.peer.link).begin(&comm.requests, listener, now);
+                self.dirty(&comm.peer);
             }
             Task::Accept(comm) => {
-                let peer = &comm.first().peer;
+                let peer = &comm.peer;
                 lock(&peer.link).lane.accept(comm.id);
                 self.dirty(peer);
             }
@@ -369,9 +344,9 @@ impl Worker {
                 lock(&peer.link).lane.decline(comm);
                 self.dirty(&peer);
             }
-            Task::Release(comm, _) => {
-                let of = &comm.first().peer;
-                let bit = comm.first().bit.load(Ordering::Relaxed);
+            Task::Release(comm) => {
+                let of = &comm.peer;
+                let bit = comm.bit.load(Ordering::Relaxed);
                 self.bits[bit].retain(|(peer, side, id)| {
                     !(Arc::ptr_eq(peer, of) && *side == comm.side && *id == comm.id)
                 });
@@ -387,8 +362,40 @@ impl Worker {
                 self.forget_if_over(of);
             }
             Task::Drop(peer, path, why) => self.drop_path(&peer, path, why),
-            Task::Reclaim(peer, path) => self.reclaim(&peer, path),
-            Task::Ended(peer) => {
+            Task::Stop => self.stops = Some(self.now() + GOODBYE),
+        }
+    }
+
+    fn perform_own(&mut self, task: StreamTask) {
+        match task {
+            StreamTask::Connect {
+                peer,
+                fd,
+                path,
+                interface,
+                stats,
+            } => {
+                let now = self.now();
+                lock(&self.shared.paths).insert(peer.key.mirror, path, stats.clone());
+                peer.connections.fetch_add(1, Ordering::Relaxed);
+                {
+                    let mut link = lock(&peer.link);
+                    link.lane.path_up(path, now);
+                    link.own(path, Some(self.index));
+                }
+                let conn = Conn::new(fd, 0, path, interface, stats);
+                self.adopt(&peer, Box::new(conn));
+            }
+            StreamTask::Adopt(peer, conn) => self.adopt(&peer, conn),
+            StreamTask::Detach(peer) => {
+                self.detach(&peer);
+            }
+            StreamTask::Give(peer, to) => {
+                if let Some(link) = self.link_of(&peer) {
+                    self.give(link, self.count(link).div_ceil(2), to);
+                }
+            }
+            StreamTask::Ended(peer) => {
                 let now = self.now();
                 let effects = {
                     let mut link = lock(&peer.link);
@@ -398,15 +405,7 @@ impl Worker {
                 };
                 self.apply(&peer, effects);
             }
-            Task::Detach(peer) => {
-                self.detach(&peer);
-            }
-            Task::Give(peer, to) => {
-                if let Some(link) = self.link_of(&peer) {
-                    self.give(link, self.count(link).div_ceil(2), to);
-                }
-            }
-            Task::InterfaceDown(interface) => {
+            StreamTask::InterfaceDown(interface) => {
                 for index in 0..self.conns.len() {
                     if let Some(conn) = &self.conns[index]
                         && conn.interface == interface
@@ -415,9 +414,6 @@ impl Worker {
                     }
                 }
             }
-            // Of UDP's instances.
-            Task::Hello { .. } => {}
-            Task::Stop => self.stops = Some(self.now() + GOODBYE),
         }
     }
 
@@ -450,7 +446,6 @@ impl Worker {
                     if !scarce {
                         self.shared.news(News::Suspected(peer.key, path));
                     }
-                    self.reclaim(peer, path);
                 }
                 Effect::Recovered(path) => {
                     self.mark(peer, path, false);
@@ -459,8 +454,8 @@ impl Worker {
                 Effect::Detach => detach = true,
                 Effect::Offer { comm, listener } => {
                     // A connection of this worker's has brought it, and keeps the peer meanwhile.
-                    let lanes = vec![Claim::of(peer)];
-                    if self.shared.offer(listener, lanes, comm).is_err() {
+                    let claim = Claim::of(peer);
+                    if self.shared.offer(listener, claim, comm).is_err() {
                         lock(&peer.link).lane.decline(comm);
                         self.dirty(peer);
                     }
@@ -478,7 +473,7 @@ impl Worker {
         if detach {
             self.detach(peer);
             for other in self.others(peer) {
-                self.shared.workers[other].ask(Task::Detach(peer.clone()));
+                self.shared.workers[other].ask_own(StreamTask::Detach(peer.clone()));
             }
         }
     }
@@ -499,7 +494,7 @@ impl Worker {
 
     /// The other workers that have connections to a peer.
     fn others(&self, peer: &Peer) -> Vec<usize> {
-        if self.shared.streams == 1 {
+        if self.shared.workers.len() == 1 {
             return Vec::new();
         }
         let link = lock(&peer.link);
@@ -574,24 +569,6 @@ impl Worker {
         let owner = lock(&peer.link).owner(path);
         if let Some(owner) = owner.filter(|owner| *owner != self.index) {
             self.shared.workers[owner].ask(Task::Drop(peer.clone(), path, why));
-        }
-    }
-
-    /// Closes a suspect path that has memory lent to the kernel, or asks the worker that has it.
-    fn reclaim(&mut self, peer: &Arc<Peer>, path: PathId) {
-        if let Some(index) = self.conn_of(peer, path) {
-            let conn = self.conns.get(index).and_then(Option::as_ref);
-            if conn.is_some_and(|conn| conn.is_lent()) {
-                self.lose(
-                    index,
-                    "it is suspect, and the kernel has memory of messages for it",
-                );
-            }
-            return;
-        }
-        let owner = lock(&peer.link).owner(path);
-        if let Some(owner) = owner.filter(|owner| *owner != self.index) {
-            self.shared.workers[owner].ask(Task::Reclaim(peer.clone(), path));
         }
     }
 

@@ -34,7 +34,6 @@ fn config(choice: Choice, interface: &str) -> Config {
         engine: choice,
         interfaces: Some(interface.into()),
         workers: 2,
-        lanes: 2,
         flows: 4,
         most_flows: 8,
         ..Config::default()

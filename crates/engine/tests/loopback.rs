@@ -57,7 +57,6 @@ fn engine(choice: Choice, workers: usize) -> Engine {
         interfaces: Some("lo".into()),
         workers,
         // With UDP: a comm's messages take turns over all threads.
-        lanes: workers,
         flows: 4,
         most_flows: 8,
         ..Config::default()
@@ -501,103 +500,27 @@ fn processes_with_different_engines_speak_to_each_other() {
     }
 }
 
-fn udp(workers: usize, lanes: usize) -> Engine {
+fn udp(workers: usize) -> Engine {
     engine_with(Config {
         engine: Choice::Udp,
         interfaces: Some("lo".into()),
         workers,
-        lanes,
         flows: 4,
         ..Config::default()
     })
 }
 
-/// Both ends agree on the lanes, each lane has its own thread, and messages keep their order over them.
-#[test]
-fn a_comm_goes_over_as_many_connections_as_both_ends_allow() {
-    for ((workers, lanes), (other, allowed), want) in [
-        ((4, 4), (4, 4), 4),
-        ((2, 4), (4, 4), 2),
-        ((4, 3), (4, 8), 3),
-        ((4, 4), (4, 1), 1),
-        ((6, 6), (6, 6), 6),
-    ] {
-        let (a, b) = (udp(workers, lanes), udp(other, allowed));
-        let (send, receive) = pair(&a, &b);
-        for comm in [&send, &receive] {
-            assert_eq!(comm.lanes.len(), want);
-            let mut homes: Vec<_> = comm.lanes.iter().map(|lane| lane.peer.home).collect();
-            homes.sort_unstable();
-            homes.dedup();
-            assert_eq!(homes.len(), want);
-        }
-        let size = |at: usize| [0, 1, 70_000, 300_001, 5][at % 5];
-        for round in 0..4 {
-            // An odd number: rounds begin on another lane each.
-            let mut all: Vec<_> = (0..33)
-                .map(|at| (pattern(round * 33 + at, size(at)), vec![0; 300_001]))
-                .collect();
-            let slots: Vec<_> = all
-                .iter_mut()
-                .map(|(bytes, into)| {
-                    let into = post(&b, &receive, into).unwrap();
-                    (post(&a, &send, bytes).unwrap(), into)
-                })
-                .collect();
-            for (at, (sent, posted)) in slots.into_iter().enumerate() {
-                assert_eq!((finish(posted), finish(sent)), (size(at), size(at)));
-            }
-            for (bytes, into) in &all {
-                assert!(into.starts_with(bytes));
-            }
-        }
-    }
-}
-
-/// Requests on all lanes fail, whichever end closes.
-#[test]
-fn closing_ends_all_lanes() {
-    for sender_closes in [true, false] {
-        let (a, b) = (udp(4, 4), udp(4, 4));
-        let (send, receive) = pair(&a, &b);
-        let mut all = vec![vec![0; 1 << 20]; 16];
-        let (left, right) = all.split_at_mut(8);
-        let sent: Vec<_> = left
-            .iter_mut()
-            .map(|one| post(&a, &send, one).unwrap())
-            .collect();
-        // With the last of a lane nothing is under way there.
-        let posted: Vec<_> = right
-            .iter_mut()
-            .map(|one| post(&b, &receive, one).unwrap())
-            .collect();
-        let left = if sender_closes {
-            a.release(&send);
-            &posted
-        } else {
-            b.release(&receive);
-            &sent
-        };
-        for slot in left {
-            until(|| (slot.test() != Status::Pending).then_some(()));
-        }
-        a.release(&send);
-        b.release(&receive);
-        assert!(send.is_released() && receive.is_released());
-    }
-}
-
 /// One thread moves all packets of a connection: comms to one process take several.
 #[test]
 fn comms_are_dealt_out_over_the_threads_of_udp() {
-    let (a, b) = (udp(2, 1), udp(2, 1));
+    let (a, b) = (udp(2), udp(2));
     let pairs: Vec<_> = (0..5).map(|_| pair(&a, &b)).collect();
     let of_first = |home: &dyn Fn(usize) -> usize| {
         let first = home(0);
         (0..pairs.len()).filter(|at| home(*at) == first).count()
     };
-    assert!((2..=3).contains(&of_first(&|at| pairs[at].0.first().peer.home)));
-    assert!((2..=3).contains(&of_first(&|at| pairs[at].1.first().peer.home)));
+    assert!((2..=3).contains(&of_first(&|at| pairs[at].0.peer.home)));
+    assert!((2..=3).contains(&of_first(&|at| pairs[at].1.peer.home)));
     for (at, (send, receive)) in pairs.iter().enumerate() {
         let (mut bytes, mut into) = (pattern(at, 300_000), vec![0; 300_000]);
         let posted = post(&b, receive, &mut into).unwrap();
@@ -693,8 +616,6 @@ fn a_process_that_ends_in_the_middle_of_a_message_says_goodbye() {
         listener: 7,
         port: listener.local_addr().unwrap().port(),
         udp: false,
-        measures: false,
-        lanes: 1,
         addresses: vec!["127.0.0.1".parse().unwrap()],
     }
     .emit();

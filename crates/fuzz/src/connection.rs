@@ -89,13 +89,7 @@ fn run(data: &[u8]) -> Option<()> {
                 let body = input.bytes()?;
                 number += 1 + u64::from(what / 200) * 3000;
                 let flags = (what, what & 16 != 0);
-                // Of a bare packet the tag covers the first bytes alone.
-                let kind = if what & 32 != 0 {
-                    Kind::Bare
-                } else {
-                    Kind::Data
-                };
-                let packet = packet(kind, flags, number, body, Some(&key));
+                let packet = packet(Kind::Data, flags, number, body, Some(&key));
                 user.hear(&mut victim, &packet, now);
                 kept.push(packet);
             }
@@ -107,14 +101,12 @@ fn run(data: &[u8]) -> Option<()> {
             }
             7 => {
                 let (channel, room) = (u32::from(what >> 4) % 3, u64::from(input.byte()?) * 40);
-                let unit = [0, 0, 16, 40][usize::from(what) / 64];
-                let message = victim.post_bare(channel, room, unit);
+                let message = victim.post(channel, room);
                 user.posted.insert((channel, message), room);
             }
             8 => {
                 let length = u64::from(input.byte()?) * 40;
-                let unit = [0, 0, 16, 40][usize::from(what) / 64];
-                victim.send_bare(u32::from(what >> 4) % 3, length, unit);
+                victim.send(u32::from(what >> 4) % 3, length);
             }
             9 => {
                 let channel = u32::from(what >> 4) % 3;

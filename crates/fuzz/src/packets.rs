@@ -1,7 +1,7 @@
 //! The parser of packets: any bytes parse or are refused, and what parses is what was written.
 #![no_main]
 
-use evener_proto::packet::format::{BARE, Frames, Greeting, HEADER, Header, bare};
+use evener_proto::packet::format::{Frames, Greeting, HEADER, Header};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
@@ -19,18 +19,6 @@ fuzz_target!(|data: &[u8]| {
         if let evener_proto::packet::format::Frame::Ack(ack) = frame {
             let _ = (ack.ranges().count(), ack.heard().count());
         }
-    }
-    if let Ok(chunk) = bare::parse(data) {
-        let mut again = data[..BARE].to_vec();
-        let (key, length) = ((chunk.channel, chunk.message), chunk.payload.len());
-        assert!(bare::emit(
-            &mut again,
-            key,
-            chunk.offset,
-            length,
-            chunk.last
-        ));
-        assert_eq!(again, data[..BARE]);
     }
     if let Ok(greeting) = Greeting::parse(body) {
         let mut again = vec![0; body.len()];

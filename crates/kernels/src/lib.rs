@@ -5,6 +5,7 @@
 pub mod adam;
 pub mod casts;
 pub mod chunks;
+pub mod differences;
 pub mod formats;
 mod fused;
 pub mod int8;

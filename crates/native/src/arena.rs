@@ -1,4 +1,4 @@
-//! The host arena for Python: `evener.zero.memory` makes tensors of its runs and keeps it alive.
+//! The host arena for Python: `evener.zero` makes tensors of its runs and keeps it alive.
 
 use evener_memory::arena::{Arena, ArenaError};
 use evener_memory::pages::Run;

@@ -4,7 +4,7 @@
 
 use crate::Span;
 use evener_kernels::casts::{self, Half};
-use evener_kernels::{chunks, int8};
+use evener_kernels::{chunks, differences, int8};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -194,4 +194,91 @@ pub fn cast_widen(
         );
     });
     Ok(())
+}
+
+fn refused(error: differences::DifferenceError) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}
+
+/// `evener_kernels::differences::plan`: `elements` weights of 16 bits each, one i32 header a tile.
+#[pyfunction]
+pub fn differences_plan(
+    py: Python<'_>,
+    new: usize,
+    old: usize,
+    elements: usize,
+    shift: u32,
+    mask: u32,
+    headers: usize,
+) -> PyResult<()> {
+    let exponent = differences::Exponent { shift, mask };
+    let tiles = elements.div_ceil(differences::TILE);
+    py.detach(|| {
+        // SAFETY: see the head of this file.
+        unsafe {
+            differences::plan(
+                span(new, elements).read(),
+                span(old, elements).read(),
+                exponent,
+                span(headers, tiles).write(),
+            )
+        }
+    })
+    .map_err(refused)
+}
+
+/// `evener_kernels::differences::write`, to `words` i32 at `out`.
+#[pyfunction]
+#[allow(clippy::too_many_arguments, reason = "one a tensor")]
+pub fn differences_write(
+    py: Python<'_>,
+    new: usize,
+    old: usize,
+    elements: usize,
+    shift: u32,
+    mask: u32,
+    headers: usize,
+    out: usize,
+    words: usize,
+) -> PyResult<()> {
+    let exponent = differences::Exponent { shift, mask };
+    let tiles = elements.div_ceil(differences::TILE);
+    py.detach(|| {
+        // SAFETY: see the head of this file.
+        unsafe {
+            differences::write(
+                span(new, elements).read(),
+                span(old, elements).read(),
+                exponent,
+                span(headers, tiles).read(),
+                span(out, words).write(),
+            )
+        }
+    })
+    .map_err(refused)
+}
+
+/// `evener_kernels::differences::read`, of `words` i32 at `message`.
+#[pyfunction]
+pub fn differences_read(
+    py: Python<'_>,
+    message: usize,
+    words: usize,
+    shift: u32,
+    mask: u32,
+    weights: usize,
+    elements: usize,
+) -> PyResult<()> {
+    let exponent = differences::Exponent { shift, mask };
+    py.detach(|| {
+        // SAFETY: see the head of this file.
+        unsafe {
+            differences::read(
+                span(message, words).read(),
+                exponent,
+                span(weights, elements).write(),
+            )
+        }
+    })
+    .map_err(refused)
 }

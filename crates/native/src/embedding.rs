@@ -47,10 +47,11 @@ pub fn embedding_forget(name: &str) -> bool {
     registry::forget(name)
 }
 
-/// Optimizer slots per value with these options (JSON).
+/// Values that the optimizer keeps for a row with these options (JSON).
 #[pyfunction]
 pub fn embedding_slots(options: &str) -> PyResult<usize> {
-    Ok(Options::parse(options).map_err(raise)?.optimizer.slots())
+    let options = Options::parse(options).map_err(raise)?;
+    Ok(options.optimizer.slots(options.dim as usize))
 }
 
 /// A store. Keys are addresses of int64, values of float32, counts of uint32, flags of uint8.

@@ -165,7 +165,8 @@ mod _native {
     use super::build;
     #[pymodule_export]
     use super::compress::{
-        cast_narrow, cast_widen, chunks_add, chunks_select, int8_dequantize_sum, int8_quantize,
+        cast_narrow, cast_widen, chunks_add, chunks_select, differences_plan, differences_read,
+        differences_write, int8_dequantize_sum, int8_quantize,
     };
     #[pymodule_export]
     use super::embedding::{

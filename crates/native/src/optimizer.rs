@@ -1,4 +1,4 @@
-//! The fused optimizers for Python. `evener.base.kernels` is the only caller; it has checked devices,
+//! The fused optimizers for Python. `evener.base.optimizers` is the only caller; it has checked devices,
 //! dtypes, contiguity and that no two tensors share memory.
 //!
 //! A tensor is a pair (format, address); formats are "f32", "bf16", "f16" and "none".

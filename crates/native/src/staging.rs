@@ -6,17 +6,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use evener_engine::frames::Wanted;
 use evener_engine::settings::{Process, Settings};
-use evener_engine::{Choice, Engine, Level};
+use evener_engine::{Engine, Level};
 use evener_staging::cuda::Streams;
-use evener_staging::framing::FRAMES;
 use evener_staging::{Error, Exchange, Kind, Room, WORDS};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-
-/// Exchanges for which the engine has frames: those of one group. A sum of more than two ranks has two.
-const EXCHANGES: u32 = 2;
 
 /// The process' engine and the process: a fork has none.
 static ENGINE: Mutex<Option<(u32, Arc<Engine>)>> = Mutex::new(None);
@@ -32,12 +27,6 @@ fn engine() -> Result<Arc<Engine>, Error> {
     }
     let mut config = Settings::read(&Process)?.config;
     config.label = "-staged";
-    if config.engine == Choice::Xdp {
-        config.frames = Some(Wanted {
-            send: EXCHANGES * FRAMES,
-            receive: EXCHANGES * FRAMES,
-        });
-    }
     let log = |level, text: &str| {
         if matches!(level, Level::Error | Level::Warn) {
             eprintln!("evener: {text}");
@@ -111,30 +100,6 @@ impl StagedExchange {
     /// What the others need to connect.
     fn handle(&self) -> std::borrow::Cow<'_, [u8]> {
         self.exchange.handle().into()
-    }
-
-    /// Whether the process has frames of a card's memory for slots.
-    #[staticmethod]
-    fn has_frames(py: Python<'_>) -> PyResult<bool> {
-        py.detach(|| Ok(engine()?.frames().is_some()))
-            .map_err(raise)
-    }
-
-    /// Whether slots are frames, if these are the handles of all ranks.
-    fn agrees(&self, handles: Vec<Vec<u8>>) -> PyResult<bool> {
-        self.exchange.agrees(&handles).map_err(raise)
-    }
-
-    /// Pieces that were taken out of frames, and in how many copies; None: slots are not frames.
-    fn gathered(&self) -> Option<[u64; 2]> {
-        self.exchange.gathered()
-    }
-
-    /// Bytes of payload that the process moved in frames: not copied by its processors, and copied; each
-    /// sent, received. The last tenth of a second may be missing.
-    #[staticmethod]
-    fn moved(py: Python<'_>) -> PyResult<[[u64; 2]; 2]> {
-        py.detach(|| Ok(engine()?.bare())).map_err(raise)
     }
 
     /// Connects to all; `handles` by rank.

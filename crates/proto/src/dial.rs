@@ -389,11 +389,6 @@ impl Dialer {
             .map(|(id, _)| *id)
     }
 
-    /// Routes are not where they were thought to be: no flow may use one that `keep` refuses.
-    pub fn retain_routes(&mut self, keep: impl Fn(&Route) -> bool) {
-        self.flows.retain(|_, flow| keep(&flow.route));
-    }
-
     /// Flows that are up.
     pub fn up(&self) -> usize {
         self.flows

@@ -37,7 +37,6 @@
 //! by its death or suspicion. [`packet`] is a protocol of its own for datagrams, with loss recovery,
 //! authentication and congestion control; it does without lanes.
 
-pub mod accord;
 pub mod ahead;
 pub mod dial;
 pub mod faults;

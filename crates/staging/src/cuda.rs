@@ -6,19 +6,14 @@
 
 #![allow(unsafe_code, reason = "calls into CUDA's driver")]
 
-mod gather;
-
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
 use libloading::Library;
 
-pub(crate) use gather::Gatherer;
-use gather::Rows;
-
-use crate::plan::Plan;
+use crate::pieces::Pieces;
 use crate::room::reached;
-use crate::{Error, Exchange, Kind, Order, Word, lock, refuse};
+use crate::{Error, Exchange, Kind, Order, Word};
 
 type Stream = *mut c_void;
 type Value = unsafe extern "C" fn(Stream, u64, c_uint, c_uint) -> c_int;
@@ -64,15 +59,6 @@ struct Driver {
     destroy: Destroy,
     record: Record,
     follow: Follow,
-    strided: gather::Strided,
-    set: gather::Set,
-    register: gather::Register,
-    unregister: gather::Unregister,
-    current: gather::Current,
-    enter: gather::Enter,
-    priorities: gather::Priorities,
-    new_stream: gather::NewStream,
-    end_stream: gather::EndStream,
 }
 
 /// The process' driver, loaded once and for ever.
@@ -106,15 +92,6 @@ impl Driver {
                 destroy: *library.get::<Destroy>(b"cuEventDestroy_v2\0")?,
                 record: *library.get::<Record>(b"cuEventRecord\0")?,
                 follow: *library.get::<Follow>(b"cuStreamWaitEvent\0")?,
-                strided: *library.get::<gather::Strided>(b"cuMemcpy2DAsync_v2\0")?,
-                set: *library.get::<gather::Set>(b"cuMemsetD8Async\0")?,
-                register: *library.get::<gather::Register>(b"cuMemHostRegister_v2\0")?,
-                unregister: *library.get::<gather::Unregister>(b"cuMemHostUnregister\0")?,
-                current: *library.get::<gather::Current>(b"cuCtxGetCurrent\0")?,
-                enter: *library.get::<gather::Enter>(b"cuCtxSetCurrent\0")?,
-                priorities: *library.get::<gather::Priorities>(b"cuCtxGetStreamPriorityRange\0")?,
-                new_stream: *library.get::<gather::NewStream>(b"cuStreamCreateWithPriority\0")?,
-                end_stream: *library.get::<gather::EndStream>(b"cuStreamDestroy_v2\0")?,
             })
         }
     }
@@ -129,19 +106,6 @@ impl Driver {
         // SAFETY: as for `wait`.
         let code = unsafe { (self.write)(stream, address as u64, value, 0) };
         done("cuStreamWriteValue32", code)
-    }
-
-    /// Fills a device's memory with ones.
-    ///
-    /// # Safety
-    /// It lives until the stream has passed this.
-    unsafe fn spoil(&self, stream: Stream, at: usize, bytes: usize) -> Result<(), DriverError> {
-        if bytes == 0 {
-            return Ok(());
-        }
-        // SAFETY: promised by the caller.
-        let code = unsafe { (self.set)(at as u64, 0xff, bytes, stream) };
-        done("cuMemsetD8Async", code)
     }
 
     /// # Safety
@@ -239,29 +203,7 @@ impl Exchange {
             // Where another thread was first, its marks stay.
             let _ = self.marks.set(made);
         }
-        self.try_frames();
         Ok(())
-    }
-
-    /// Readies the copies out of frames, if this rank has some. Where that fails it has none, which is said.
-    fn try_frames(&self) {
-        let mut lease = lock(&self.inner.lease);
-        let Some(memory) = lease.as_ref().map(|lease| lease.frames().memory()) else {
-            return;
-        };
-        // SAFETY: the exchange holds the lease, and with it the memory, at least as long as what is made here.
-        match unsafe { Gatherer::new(memory) } {
-            Ok(gatherer) => {
-                let _ = self.inner.gatherer.set(gatherer);
-            }
-            Err(error) => {
-                *lease = None;
-                refuse(
-                    &self.engine,
-                    &format!("frames are not the device's ({error})"),
-                );
-            }
-        }
     }
 
     /// Enqueues a collective over all ranks, between what `current` was given before and what it is
@@ -291,12 +233,14 @@ impl Exchange {
             streams.out as Stream,
             streams.back as Stream,
         );
-        self.submit(kind, bytes, received, |plan, order| {
+        self.submit(kind, bytes, |pieces, order| {
             begin.order(driver, current, out)?;
             begin.follow(driver, back)?;
             // SAFETY: promised by the caller.
             unsafe {
-                self.enqueue_plan(driver, plan, order, kind, bytes, payload, received, streams)
+                self.enqueue_pieces(
+                    driver, pieces, order, kind, bytes, payload, received, streams,
+                )
             }?;
             // The payload may be written again, and the result read.
             left.order(driver, out, current)?;
@@ -307,10 +251,10 @@ impl Exchange {
     /// # Safety
     /// As for [`Exchange::enqueue`].
     #[allow(clippy::too_many_arguments, reason = "all of one call")]
-    unsafe fn enqueue_plan(
+    unsafe fn enqueue_pieces(
         &self,
         driver: &Driver,
-        plan: &Plan,
+        pieces: &Pieces,
         order: &Order,
         kind: Kind,
         bytes: usize,
@@ -320,17 +264,16 @@ impl Exchange {
     ) -> Result<(), DriverError> {
         let room = self.inner.room;
         let (out, back) = (streams.out as Stream, streams.back as Stream);
-        for (index, part) in plan.sends.iter().enumerate() {
+        for (index, part) in pieces.sends.iter().enumerate() {
             let piece = order.sends.wrapping_add(index as u32);
-            let free = piece.wrapping_add(1).wrapping_sub(self.inner.slots());
+            let free = piece.wrapping_add(1).wrapping_sub(room.slots);
             // What has happened already needs no command: a stream holds some thousand.
             if !reached(room.load(Word::Sent), free) {
                 driver.wait(out, room.address(Word::Sent), free)?;
             }
+            let slot = room.slot(room.send, piece, part.piece.length);
             // SAFETY: the payload lives; the slot is the stream's until it has written `ready`.
-            unsafe {
-                self.fill_slot(driver, out, piece, payload + part.offset, part.piece.length)
-            }?;
+            unsafe { driver.copy(out, slot.start as usize, payload + part.offset, slot.length) }?;
             driver.write(out, room.address(Word::Ready), piece.wrapping_add(1))?;
         }
         let rank = self.inner.rank as usize;
@@ -342,19 +285,7 @@ impl Exchange {
             // SAFETY: within both.
             unsafe { driver.copy(back, received + rank * bytes, own, bytes) }?;
         }
-        if self.inner.framing.get().is_some() {
-            // The pump has pieces copied where they belong. What a failure leaves out is no gradient.
-            let (end, size) = (rank + 1, self.inner.size as usize);
-            // SAFETY: within the result, less this rank's part.
-            unsafe {
-                driver.spoil(back, received, rank * bytes)?;
-                driver.spoil(back, received + end * bytes, (size - end) * bytes)?;
-            }
-            let all = order.receives.wrapping_add(plan.receives.len() as u32);
-            driver.write(back, room.address(Word::Begun), all)?;
-            return driver.wait(back, room.address(Word::Arrived), all);
-        }
-        for (index, part) in plan.receives.iter().enumerate() {
+        for (index, part) in pieces.receives.iter().enumerate() {
             let piece = order.receives.wrapping_add(index as u32);
             driver.wait(back, room.address(Word::Arrived), piece.wrapping_add(1))?;
             let slot = room.slot(room.receive, piece, part.piece.length);
@@ -368,45 +299,6 @@ impl Exchange {
                 )
             }?;
             driver.write(back, room.address(Word::Consumed), piece.wrapping_add(1))?;
-        }
-        Ok(())
-    }
-
-    /// Puts a piece into its send slot.
-    ///
-    /// # Safety
-    /// The piece lives until the stream has passed this, and the slot is the stream's.
-    unsafe fn fill_slot(
-        &self,
-        driver: &Driver,
-        out: Stream,
-        piece: u32,
-        from: usize,
-        length: usize,
-    ) -> Result<(), DriverError> {
-        let Some(framing) = self.inner.framing.get() else {
-            let slot = self.inner.send(piece, length);
-            // SAFETY: promised by the caller; a slot has room for a piece.
-            return unsafe { driver.copy(out, slot.start as usize, from, length) };
-        };
-        let (unit, pitch) = (framing.unit(), framing.stride());
-        let (whole, at) = (length / unit, framing.payload(piece));
-        let rest = length - whole * unit;
-        if whole > 0 {
-            let rows = (
-                Rows {
-                    at: from,
-                    pitch: unit,
-                },
-                Rows { at, pitch },
-            );
-            // SAFETY: as above: a frame has room for a unit.
-            unsafe { gather::copy_rows(out, false, rows, (unit, whole)) }?;
-        }
-        if rest > 0 {
-            let (from, to) = (from + whole * unit, at + whole * pitch);
-            // SAFETY: as above.
-            unsafe { driver.copy(out, to, from, rest) }?;
         }
         Ok(())
     }

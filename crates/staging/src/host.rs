@@ -1,10 +1,11 @@
-//! Collectives of host memory: the calling thread does what a device's streams do, and blocks.
+//! Collectives of host memory: the calling thread does what a device's streams do, and blocks until its peers
+//! have what it sent. Its process may end right after the last one, and take with it what is still in a slot.
 
 #![allow(unsafe_code, reason = "copies between a caller's memory and the slots")]
 
 use std::time::Duration;
 
-use crate::plan::Plan;
+use crate::pieces::Pieces;
 use crate::room::reached;
 use crate::{Error, Exchange, Kind, Order, Word};
 
@@ -35,9 +36,9 @@ impl Exchange {
             // SAFETY: within both, as the caller says.
             unsafe { copy(payload + own, place, bytes) };
         }
-        self.submit(kind, bytes, received, |plan, order| {
+        self.submit(kind, bytes, |pieces, order| {
             // SAFETY: as above.
-            unsafe { self.carry(plan, order, payload, received) }
+            unsafe { self.carry(pieces, order, payload, received) }
         })
     }
 
@@ -45,34 +46,37 @@ impl Exchange {
     /// As for [`Exchange::run_on_host`].
     unsafe fn carry(
         &self,
-        plan: &Plan,
+        pieces: &Pieces,
         order: &Order,
         payload: usize,
         received: usize,
     ) -> Result<(), Error> {
         let room = self.inner.room;
         let (mut out, mut back) = (0, 0);
-        while out < plan.sends.len() || back < plan.receives.len() {
+        let all = order.sends.wrapping_add(pieces.sends.len() as u32);
+        while back < pieces.receives.len() || !reached(room.load(Word::Sent), all) {
             let mut moved = false;
             if let Some(why) = self.failure() {
                 return Err(Error::Failed(why));
             }
-            if let Some(part) = plan.sends.get(out) {
+            if let Some(part) = pieces.sends.get(out) {
                 let piece = order.sends.wrapping_add(out as u32);
-                let free = piece.wrapping_add(1).wrapping_sub(self.inner.slots());
+                let free = piece.wrapping_add(1).wrapping_sub(room.slots);
                 if reached(room.load(Word::Sent), free) {
-                    // SAFETY: the piece that was in the slot has left, so it is ours.
-                    unsafe { self.fill(piece, payload + part.offset, part.piece.length) };
+                    let slot = room.slot(room.send, piece, part.piece.length);
+                    // SAFETY: the piece that was in the slot has left, so it is ours; a slot has room for a piece.
+                    unsafe { copy(payload + part.offset, slot.start as usize, slot.length) };
                     room.store(Word::Ready, piece.wrapping_add(1));
                     out += 1;
                     moved = true;
                 }
             }
-            if let Some(part) = plan.receives.get(back) {
+            if let Some(part) = pieces.receives.get(back) {
                 let piece = order.receives.wrapping_add(back as u32);
                 if reached(room.load(Word::Arrived), piece.wrapping_add(1)) {
+                    let slot = room.slot(room.receive, piece, part.piece.length);
                     // SAFETY: the piece has arrived and is not consumed, so the slot is ours.
-                    unsafe { self.empty(piece, received + part.offset, part.piece.length) };
+                    unsafe { copy(slot.start as usize, received + part.offset, slot.length) };
                     room.store(Word::Consumed, piece.wrapping_add(1));
                     back += 1;
                     moved = true;
@@ -84,47 +88,6 @@ impl Exchange {
         }
         // The words pass everything after a failure.
         self.failure().map_or(Ok(()), |why| Err(Error::Failed(why)))
-    }
-}
-
-impl Exchange {
-    /// Puts a piece into its send slot.
-    ///
-    /// # Safety
-    /// The piece is live memory, and the slot is the caller's.
-    unsafe fn fill(&self, piece: u32, from: usize, length: usize) {
-        let Some(framing) = self.inner.framing.get() else {
-            let slot = self.inner.send(piece, length);
-            // SAFETY: promised by the caller; a slot has room for a piece.
-            unsafe { copy(from, slot.start as usize, length) };
-            return;
-        };
-        let (unit, stride) = (framing.unit(), framing.stride());
-        for (at, offset) in (0..length).step_by(unit).enumerate() {
-            let to = framing.payload(piece) + at * stride;
-            // SAFETY: as above: a frame has room for a unit.
-            unsafe { copy(from + offset, to, unit.min(length - offset)) };
-        }
-    }
-
-    /// Takes a piece out of its receive slot.
-    ///
-    /// # Safety
-    /// As for `fill`.
-    unsafe fn empty(&self, piece: u32, to: usize, length: usize) {
-        let Some(framing) = self.inner.framing.get() else {
-            let slot = self.inner.receive(piece, length);
-            // SAFETY: promised by the caller.
-            unsafe { copy(slot.start as usize, to, length) };
-            return;
-        };
-        for run in framing.runs(piece, length) {
-            for unit in 0..run.count {
-                let from = run.at + unit * framing.stride();
-                // SAFETY: as above; the table of a piece that has come names all its frames.
-                unsafe { copy(from, to + run.offset + unit * run.width, run.width) };
-            }
-        }
     }
 }
 

@@ -19,9 +19,6 @@
 //! All ranks make the same calls in the same order. Pieces leave and arrive in that order on every
 //! comm, so no piece carries a number.
 //!
-//! # Past the kernel
-//! Over AF_XDP slots may be frames of a card's memory ([`framing`]).
-//!
 //! # Failure
 //! A stream that waits for a dead peer would hang for ever. When the pump ends it sets `sent` and
 //! `arrived` far ahead ([`PASSED`]), so that streams run on over whatever is in the slots; after a
@@ -30,30 +27,24 @@
 
 mod comms;
 pub mod cuda;
-pub mod framing;
 mod host;
-mod plan;
+mod pieces;
 mod pump;
 mod room;
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use evener_engine::comm::Comm;
-use evener_engine::frames::Lease;
 use evener_engine::hello::HANDLE;
-use evener_engine::{Engine, Level, Listener, Memory};
+use evener_engine::{Engine, Listener};
 
 use comms::Comms;
-use framing::Framing;
-pub use plan::Kind;
-use plan::{Piece, Plan};
+pub use pieces::Kind;
+use pieces::{Piece, Pieces};
 pub use room::{PASSED, Room, WORDS, Word};
-
-/// Within this time a packet from a frame has to pass to every rank, and one from each has to come.
-const TRIAL: Duration = Duration::from_secs(5);
 
 /// Why an exchange cannot be.
 #[derive(Debug, thiserror::Error)]
@@ -92,8 +83,7 @@ pub enum Error {
 #[derive(Debug, Default)]
 struct Work {
     sends: VecDeque<Piece>,
-    /// Each with its place in the result.
-    receives: VecDeque<(Piece, usize)>,
+    receives: VecDeque<Piece>,
     stop: bool,
 }
 
@@ -107,42 +97,6 @@ struct Inner {
     work: Mutex<Work>,
     bell: Condvar,
     failure: Mutex<Option<String>>,
-    /// What copies out of frames, on a device. Dropped before they are.
-    gatherer: OnceLock<cuda::Gatherer>,
-    /// Frames that this rank has, until all have agreed.
-    lease: Mutex<Option<Lease>>,
-    /// Slots that are frames, where all ranks have some.
-    framing: OnceLock<Framing>,
-}
-
-impl Inner {
-    /// Bytes of a slot.
-    fn slot(&self) -> usize {
-        self.framing.get().map_or(self.room.slot, Framing::slot)
-    }
-
-    /// Slots of each kind.
-    fn slots(&self) -> u32 {
-        self.framing
-            .get()
-            .map_or(self.room.slots, |_| framing::SLOTS)
-    }
-
-    /// The send slot of a piece.
-    fn send(&self, piece: u32, length: usize) -> Memory {
-        match self.framing.get() {
-            Some(framing) => framing.send(piece, length),
-            None => self.room.slot(self.room.send, piece, length),
-        }
-    }
-
-    /// The receive slot of a piece.
-    fn receive(&self, piece: u32, length: usize) -> Memory {
-        match self.framing.get() {
-            Some(framing) => framing.receive(piece, length),
-            None => self.room.slot(self.room.receive, piece, length),
-        }
-    }
 }
 
 /// Numbers of the next pieces. Whoever enqueues holds them, so that streams and pump agree.
@@ -154,15 +108,6 @@ struct Order {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Says once why slots are no frames, though the engine is AF_XDP's.
-fn refuse(engine: &Engine, why: &str) {
-    static SAID: Once = Once::new();
-    SAID.call_once(|| {
-        let text = format!("staged: {why}: payload is copied between slots and packets");
-        engine.log(Level::Warn, &text);
-    });
 }
 
 /// The way between the ranks of a group.
@@ -206,13 +151,6 @@ impl Exchange {
             ));
         }
         let (listeners, handles): (Vec<_>, Vec<_>) = (0..size).map(|_| engine.listen()).unzip();
-        let lease = engine.frames().and_then(|frames| {
-            let lease = frames.lease(framing::FRAMES, framing::FRAMES);
-            if lease.is_none() {
-                refuse(&engine, "other exchanges have all frames");
-            }
-            lease
-        });
         Ok(Exchange {
             inner: Arc::new(Inner {
                 rank,
@@ -222,9 +160,6 @@ impl Exchange {
                 work: Mutex::default(),
                 bell: Condvar::new(),
                 failure: Mutex::new(None),
-                lease: Mutex::new(lease),
-                framing: OnceLock::new(),
-                gatherer: OnceLock::new(),
             }),
             engine,
             listeners,
@@ -237,50 +172,7 @@ impl Exchange {
 
     /// What peers need to connect: bytes for everybody.
     pub fn handle(&self) -> Vec<u8> {
-        let mut handle = self.handle.clone();
-        if let Some(lease) = &*lock(&self.inner.lease) {
-            handle.extend(framing::offer(lease.frames().unit()));
-        }
-        handle
-    }
-
-    /// Whether slots are frames of cards' memory, if these are the handles of all ranks, by rank: then the
-    /// slots of the room are not used.
-    ///
-    /// # Errors
-    /// [`Error::Handles`].
-    pub fn agrees(&self, handles: &[Vec<u8>]) -> Result<bool, Error> {
-        let wrong = || Error::Handles(self.inner.size as usize);
-        let length = HANDLE * self.inner.size as usize;
-        let ends: Option<Vec<&[u8]>> = handles.iter().map(|one| one.get(length..)).collect();
-        let all = ends.ok_or_else(wrong)?;
-        let offers = all.iter().map(|end| framing::offered(end));
-        Ok(lock(&self.inner.lease).is_some() && offers.into_iter().all(|one| one.is_some()))
-    }
-
-    /// Copies out of frames so far: of how many pieces, and how many; `None`: slots are not frames.
-    pub fn gathered(&self) -> Option<[u64; 2]> {
-        self.inner.framing.get().map(Framing::gathered)
-    }
-
-    /// Makes frames the slots, if all ranks have some.
-    fn agree(&self, handles: &[Vec<u8>]) -> Result<(), Error> {
-        let agreed = self.agrees(handles)?;
-        let Some(lease) = lock(&self.inner.lease).take() else {
-            return Ok(());
-        };
-        if !agreed {
-            refuse(&self.engine, "a rank has none");
-            return Ok(());
-        }
-        let length = HANDLE * self.inner.size as usize;
-        let units = handles
-            .iter()
-            .map(|one| framing::offered(one.get(length..)?));
-        if let Some(unit) = units.flatten().min() {
-            let _ = self.inner.framing.set(Framing::new(lease, unit));
-        }
-        Ok(())
+        self.handle.clone()
     }
 
     /// Connects to all and starts the pump. All ranks at once; `handles` by rank.
@@ -294,33 +186,18 @@ impl Exchange {
         }
         let mut mine = Vec::new();
         for handle in handles {
-            let all = HANDLE * size as usize;
             let own = handle.chunks_exact(HANDLE).nth(rank);
-            let own = own.filter(|_| handle.len() == all || handle.len() == all + framing::OFFER);
+            let own = own.filter(|_| handle.len() == HANDLE * size as usize);
             let own = own.and_then(|own| own.try_into().ok());
             mine.push(own.ok_or(Error::Handles(size as usize))?);
         }
-        self.agree(handles)?;
         let mut comms = Comms::new(size);
-        let mut met = self.meet(&mut mine, &mut comms, limit);
-        if let (Ok(()), Some(framing)) = (&met, self.inner.framing.get())
-            && !comms.frame(&self.engine, framing)
-        {
-            met = Err(Error::Shape(
-                "a comm is not carried by packets, so it has no frames",
-            ));
-        }
-        if let (Ok(()), Some(framing)) = (&met, self.inner.framing.get()) {
-            met = comms.try_frames(&self.engine, framing, limit.min(TRIAL));
-        }
+        let met = self.meet(&mut mine, &mut comms, limit);
         for listener in &self.listeners {
             self.engine.close_listener(listener);
         }
         if let Err(error) = met {
             comms.release(&self.engine);
-            if let Some(framing) = self.inner.framing.get() {
-                framing.give_all_back();
-            }
             return Err(error);
         }
         let (inner, engine) = (self.inner.clone(), self.engine.clone());
@@ -337,20 +214,13 @@ impl Exchange {
                 inner.fail(why);
             }
             comms.release(&engine);
-            if inner.framing.get().is_none() && lock(&inner.failure).is_some() {
+            if lock(&inner.failure).is_some() {
                 inner.room.spoil();
             }
             // Whatever waits for more would wait for ever.
             for word in [Word::Sent, Word::Arrived] {
                 let value = inner.room.load(word).wrapping_add(PASSED);
                 inner.room.store(word, value);
-            }
-            // Frames are read until the device has done what was issued, which may have waited for the words.
-            if let Some(gatherer) = inner.gatherer.get() {
-                gatherer.finish();
-            }
-            if let Some(framing) = inner.framing.get() {
-                framing.give_all_back();
             }
         };
         let thread = std::thread::Builder::new().name("evener-staging".into());
@@ -398,13 +268,12 @@ impl Exchange {
     }
 
     /// Cuts a collective into pieces and hands them to the pump; `enqueue` has the device's part
-    /// done in the same order. `bytes`: of what one rank has for another; `result`: where it will be.
+    /// done in the same order. `bytes`: of what one rank has for another.
     fn submit<E>(
         &self,
         kind: Kind,
         bytes: usize,
-        result: usize,
-        enqueue: impl FnOnce(&Plan, &Order) -> Result<(), E>,
+        enqueue: impl FnOnce(&Pieces, &Order) -> Result<(), E>,
     ) -> Result<(), Error>
     where
         Error: From<E>,
@@ -413,19 +282,19 @@ impl Exchange {
         if let Some(why) = self.failure() {
             return Err(Error::Failed(why));
         }
-        let plan = Plan::new(kind, inner.rank, inner.size, bytes, inner.slot());
+        let pieces = Pieces::new(kind, inner.rank, inner.size, bytes, inner.room.slot);
         let mut order = lock(&self.order);
         {
             let mut work = lock(&inner.work);
-            work.sends.extend(plan.sends.iter().map(|part| part.piece));
-            let receives = plan.receives.iter();
+            work.sends
+                .extend(pieces.sends.iter().map(|part| part.piece));
             work.receives
-                .extend(receives.map(|part| (part.piece, result + part.offset)));
+                .extend(pieces.receives.iter().map(|part| part.piece));
         }
         inner.bell.notify_one();
-        let done = enqueue(&plan, &order);
-        order.sends = order.sends.wrapping_add(plan.sends.len() as u32);
-        order.receives = order.receives.wrapping_add(plan.receives.len() as u32);
+        let done = enqueue(&pieces, &order);
+        order.sends = order.sends.wrapping_add(pieces.sends.len() as u32);
+        order.receives = order.receives.wrapping_add(pieces.receives.len() as u32);
         done.map_err(|error| {
             let error = Error::from(error);
             // Streams and pump no longer agree on what comes next.

@@ -1,5 +1,4 @@
-//! The thread between the slots and the network. Where slots are frames it also has a device copy out of them
-//! what has come ([`framing`](crate::framing)).
+//! The thread between the slots and the network.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -8,8 +7,7 @@ use evener_engine::comm::Comm;
 use evener_engine::{Engine, Memory, Slot, Status};
 
 use crate::comms::Comms;
-use crate::framing::Framing;
-use crate::plan::Piece;
+use crate::pieces::Piece;
 use crate::room::reached;
 use crate::{Inner, Word, lock};
 
@@ -18,39 +16,15 @@ const SPIN: Duration = Duration::from_micros(30);
 const NAP: Duration = Duration::from_micros(20);
 /// So long the last pieces have to leave when the exchange is closed.
 const DRAIN: Duration = Duration::from_secs(5);
-/// And copies that a device has begun.
-const SETTLE: Duration = Duration::from_secs(1);
 
-/// Pieces on their way, oldest first; each with its requests, the bytes of each, and its place in the result.
-type Flights<'a> = VecDeque<(Vec<&'a Slot>, usize, usize)>;
-
-/// What has come and is taken out of frames: how far each part of that is, in pieces.
-#[derive(Default)]
-struct Taking {
-    /// Came, with its place, and is not copied out yet (on a device).
-    waiting: VecDeque<(u32, usize, usize)>,
-    came: u32,
-    /// Pieces whose copies were issued to a device.
-    issued: u32,
-    /// Number of the next piece whose frames go back.
-    emptied: u32,
-}
+/// Pieces on their way, oldest first; each with its requests, and the bytes of each.
+type Flights<'a> = VecDeque<(Vec<&'a Slot>, usize)>;
 
 /// Moves pieces until it is told to stop. The error says why it could not.
 pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> {
-    let mut taking = Taking::default();
-    let end = carry(inner, engine, comms, &mut taking);
-    taking.settle(inner);
-    end
-}
-
-fn carry(inner: &Inner, engine: &Engine, comms: &Comms, taking: &mut Taking) -> Result<(), String> {
     let room = inner.room;
     let mut sends: VecDeque<Piece> = VecDeque::new();
-    let mut receives: VecDeque<(Piece, usize)> = VecDeque::new();
-    if let Some(gatherer) = inner.gatherer.get() {
-        gatherer.enter().map_err(|error| error.to_string())?;
-    }
+    let mut receives: VecDeque<Piece> = VecDeque::new();
     let (mut leaving, mut coming) = (Flights::new(), Flights::new());
     let (mut posted, mut sent) = (0u32, 0u32);
     let (mut awaited, mut arrived) = (0u32, 0u32);
@@ -59,11 +33,8 @@ fn carry(inner: &Inner, engine: &Engine, comms: &Comms, taking: &mut Taking) -> 
     let mut moved_at = Instant::now();
     let mut stopped: Option<Instant> = None;
     loop {
-        let idle = sends.is_empty()
-            && receives.is_empty()
-            && leaving.is_empty()
-            && coming.is_empty()
-            && taking.is_done(inner, arrived);
+        let idle =
+            sends.is_empty() && receives.is_empty() && leaving.is_empty() && coming.is_empty();
         {
             let mut work = lock(&inner.work);
             while idle && !work.stop && work.sends.is_empty() && work.receives.is_empty() {
@@ -74,7 +45,9 @@ fn carry(inner: &Inner, engine: &Engine, comms: &Comms, taking: &mut Taking) -> 
                 moved_at = Instant::now();
             }
             if work.stop {
-                let drained = leaving.is_empty()
+                let next = sends.front().or(work.sends.front());
+                let ready = next.is_some() && !reached(posted, room.load(Word::Ready));
+                let drained = (leaving.is_empty() && !ready)
                     || *stopped.get_or_insert_with(Instant::now) + DRAIN < Instant::now();
                 if drained || lock(&inner.failure).is_some() {
                     return Ok(());
@@ -83,17 +56,17 @@ fn carry(inner: &Inner, engine: &Engine, comms: &Comms, taking: &mut Taking) -> 
             sends.extend(work.sends.drain(..));
             receives.extend(work.receives.drain(..));
         }
-        let mut moved = taking.empty(inner);
-        while let Some((piece, to)) = receives.front() {
-            if reached(awaited, taking.free(inner).wrapping_add(inner.slots())) {
+        let mut moved = false;
+        while let Some(piece) = receives.front() {
+            if reached(awaited, room.load(Word::Consumed).wrapping_add(room.slots)) {
                 break;
             }
-            let memory = inner.receive(awaited, piece.length);
+            let memory = room.slot(room.receive, awaited, piece.length);
             let peer = piece.peer.unwrap_or_default() as usize;
             let Some(slot) = post(engine, &comms.receive, peer, memory)? else {
                 break;
             };
-            coming.push_back((vec![slot], piece.length, *to));
+            coming.push_back((vec![slot], piece.length));
             awaited = awaited.wrapping_add(1);
             receives.pop_front();
             moved = true;
@@ -102,7 +75,7 @@ fn carry(inner: &Inner, engine: &Engine, comms: &Comms, taking: &mut Taking) -> 
             if reached(posted, room.load(Word::Ready)) {
                 break;
             }
-            let memory = inner.send(posted, piece.length);
+            let memory = room.slot(room.send, posted, piece.length);
             let peers: Vec<usize> = match piece.peer {
                 Some(peer) => vec![peer as usize],
                 None => (1..inner.size)
@@ -118,25 +91,20 @@ fn carry(inner: &Inner, engine: &Engine, comms: &Comms, taking: &mut Taking) -> 
             if begun.len() < peers.len() {
                 break;
             }
-            leaving.push_back((std::mem::take(&mut begun), piece.length, 0));
+            leaving.push_back((std::mem::take(&mut begun), piece.length));
             posted = posted.wrapping_add(1);
             sends.pop_front();
             moved = true;
         }
-        while let Some((length, to)) = landed(&mut coming)? {
-            taking.came(length, to);
-            moved = true;
-        }
-        let now = taking.take(inner)?;
-        if now != arrived {
-            arrived = now;
+        while landed(&mut coming)? {
+            arrived = arrived.wrapping_add(1);
             room.store(Word::Arrived, arrived);
             moved = true;
         }
         loop {
             match landed(&mut leaving) {
-                Ok(None) => break,
-                Ok(Some(_)) => {
+                Ok(false) => break,
+                Ok(true) => {
                     sent = sent.wrapping_add(1);
                     room.store(Word::Sent, sent);
                     moved = true;
@@ -144,7 +112,9 @@ fn carry(inner: &Inner, engine: &Engine, comms: &Comms, taking: &mut Taking) -> 
                 // A peer that has all it wants may be gone before its last word has come. That is
                 // an error only if there is more.
                 Err(why) if coming.is_empty() && receives.is_empty() && sends.is_empty() => {
-                    taking.finish(inner, &mut arrived)?;
+                    leave(inner, &mut leaving);
+                    // A caller waits until its pieces have left, or never will.
+                    room.store(Word::Sent, posted);
                     return if more(inner) { Err(why) } else { Ok(()) };
                 }
                 Err(why) => return Err(why),
@@ -155,22 +125,14 @@ fn carry(inner: &Inner, engine: &Engine, comms: &Comms, taking: &mut Taking) -> 
             continue;
         }
         let quiet = moved_at.elapsed();
-        let copying = inner.gatherer.get().is_some() && taking.issued != arrived;
-        if copying && quiet > inner.patience {
-            return Err(format!(
-                "the device has not copied for {:.0} s what came between nodes: other streams hold its copies up",
-                quiet.as_secs_f64(),
-            ));
-        }
         let under_way = !leaving.is_empty() || !coming.is_empty();
         if under_way && quiet > inner.patience {
             return Err(format!(
                 "nothing came or went between nodes for {:.0} s, with {} pieces awaited and {} not \
-                 acknowledged: a rank has died or hangs{}",
+                 acknowledged: a rank has died or hangs",
                 quiet.as_secs_f64(),
                 coming.len(),
                 leaving.len(),
-                inner.framing.get().map_or(String::new(), Framing::doubt),
             ));
         }
         if quiet > SPIN {
@@ -181,93 +143,20 @@ fn carry(inner: &Inner, engine: &Engine, comms: &Comms, taking: &mut Taking) -> 
     }
 }
 
-impl Taking {
-    /// A piece has come, of this many bytes, for this place.
-    fn came(&mut self, length: usize, to: usize) {
-        self.waiting.push_back((self.came, length, to));
-        self.came = self.came.wrapping_add(1);
-    }
-
-    /// Has a device copy out of frames what it may: how many pieces have arrived. Where slots are no frames, or the
-    /// calling thread stands for the device, that is all that came.
-    fn take(&mut self, inner: &Inner) -> Result<u32, String> {
-        let room = inner.room;
-        let (Some(framing), Some(gatherer)) = (inner.framing.get(), inner.gatherer.get()) else {
-            self.waiting.clear();
-            return Ok(self.came);
-        };
-        while let Some((piece, length, to)) = self.waiting.front().copied() {
-            if !reached(room.load(Word::Begun), piece.wrapping_add(1)) {
-                break;
-            }
-            let runs = framing.runs(piece, length);
-            gatherer
-                .copy_in(framing.stride(), &runs, to)
-                .and_then(|()| gatherer.write(room.address(Word::Consumed), piece.wrapping_add(1)))
-                .map_err(|error| error.to_string())?;
-            self.waiting.pop_front();
-            self.issued = piece.wrapping_add(1);
-        }
-        Ok(room.load(Word::Consumed))
-    }
-
-    /// Takes out what has come, before a pump that has no more to do ends. A device that does not get to it in time is
-    /// told by the patience of those who wait.
-    fn finish(&mut self, inner: &Inner, arrived: &mut u32) -> Result<(), String> {
-        let began = Instant::now();
-        loop {
-            self.empty(inner);
-            let now = self.take(inner)?;
-            if now != *arrived {
-                *arrived = now;
-                inner.room.store(Word::Arrived, now);
-            }
-            let over = began.elapsed() > inner.patience || lock(&inner.work).stop;
-            if self.is_done(inner, *arrived) || over {
-                return Ok(());
-            }
-            std::thread::sleep(NAP);
-        }
-    }
-
-    /// Waits for the copies that were issued: callers may use the result's memory for something else when they hear of
-    /// the end. Not for long: the device may wait for the words that tell of the end.
-    fn settle(&self, inner: &Inner) {
-        let began = Instant::now();
-        while inner.gatherer.get().is_some()
-            && !reached(inner.room.load(Word::Consumed), self.issued)
-            && began.elapsed() < SETTLE
-        {
-            std::thread::sleep(NAP);
-        }
-    }
-
-    /// Frames of pieces that were taken out go back to the card; whether there were any.
-    fn empty(&mut self, inner: &Inner) -> bool {
-        let Some(framing) = inner.framing.get() else {
-            return false;
-        };
-        let consumed = inner.room.load(Word::Consumed);
-        let mut any = false;
-        while self.emptied != consumed && reached(consumed, self.emptied) {
-            framing.give_back(self.emptied);
-            self.emptied = self.emptied.wrapping_add(1);
-            any = true;
-        }
-        any
-    }
-
-    /// Receive slots that were free again, counted from the start.
-    fn free(&self, inner: &Inner) -> u32 {
-        match inner.framing.get() {
-            Some(_) => self.emptied,
-            None => inner.room.load(Word::Consumed),
-        }
-    }
-
-    /// Whether all that came was taken out, and its frames went back.
-    fn is_done(&self, inner: &Inner, arrived: u32) -> bool {
-        inner.framing.get().is_none() || (arrived == self.came && self.emptied == self.came)
+/// One peer is gone: waits until those that are not have the last pieces, not for long where the exchange is
+/// closed meanwhile.
+fn leave(inner: &Inner, leaving: &mut Flights<'_>) {
+    let began = Instant::now();
+    let limit = || match lock(&inner.work).stop {
+        true => DRAIN,
+        false => inner.patience,
+    };
+    while !leaving.is_empty() && began.elapsed() < limit() {
+        leaving.retain_mut(|(slots, _)| {
+            slots.retain(|slot| matches!(slot.test(), Status::Pending));
+            !slots.is_empty()
+        });
+        std::thread::sleep(NAP);
     }
 }
 
@@ -302,12 +191,11 @@ fn post<'a>(
         .map_err(|error| format!("rank {peer} of the group cannot be reached: {error}"))
 }
 
-/// The oldest piece, if it has landed: its bytes, and its place in the result.
-fn landed(flights: &mut Flights<'_>) -> Result<Option<(usize, usize)>, String> {
-    let Some((slots, length, to)) = flights.front_mut() else {
-        return Ok(None);
+/// Whether the oldest piece has landed, which is then no flight any more.
+fn landed(flights: &mut Flights<'_>) -> Result<bool, String> {
+    let Some((slots, length)) = flights.front_mut() else {
+        return Ok(false);
     };
-    let piece = (*length, *to);
     let mut wrong = None;
     slots.retain(|slot| match slot.test() {
         Status::Pending => true,
@@ -327,8 +215,8 @@ fn landed(flights: &mut Flights<'_>) -> Result<Option<(usize, usize)>, String> {
         Some(why) => Err(why),
         None if slots.is_empty() => {
             flights.pop_front();
-            Ok(Some(piece))
+            Ok(true)
         }
-        None => Ok(None),
+        None => Ok(false),
     }
 }

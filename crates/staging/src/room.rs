@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use evener_engine::Memory;
 
-/// Bytes of the words: five, a cache line each, and one to try the driver with.
-pub const WORDS: usize = 6 * LINE;
+/// Bytes of the words: four, a cache line each, and one to try the driver with.
+pub const WORDS: usize = 5 * LINE;
 const LINE: usize = 64;
 /// What is added to `sent` and `arrived` at the end.
 pub const PASSED: u32 = 1 << 30;
@@ -42,8 +42,6 @@ pub enum Word {
     Consumed = 3,
     /// For a trial of the driver.
     Trial = 4,
-    /// Pieces whose place in the result may be written: the device's, with frames.
-    Begun = 5,
 }
 
 impl Room {

@@ -2,7 +2,7 @@
 //! order of commands, words and copies is the real one. What a GPU does besides is for `tests/gpu`.
 //!
 //! The driver is found at run time by its name, so each test runs itself again with a library path. Skipped without a
-//! C compiler; with frames also where namespaces are not allowed.
+//! C compiler.
 
 #![allow(unsafe_code, reason = "memory and streams are lent to the exchange")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
@@ -13,16 +13,10 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use evener_engine::frames::Wanted;
 use evener_engine::{Choice, Config, Engine};
 use evener_staging::cuda::Streams;
-use evener_staging::framing::FRAMES;
 use evener_staging::{Exchange, Kind, Room, WORDS};
 use libloading::Library;
-use nodes::{Node, pair};
-
-#[path = "../../xdp/tests/nodes/mod.rs"]
-mod nodes;
 
 const SLOT: usize = 1 << 20;
 const SLOTS: u32 = 4;
@@ -87,12 +81,12 @@ impl Driver {
     }
 
     fn stream(&self) -> usize {
-        type New = unsafe extern "C" fn(*mut *mut c_void, c_uint, c_int) -> c_int;
+        type New = unsafe extern "C" fn(*mut *mut c_void) -> c_int;
         let mut stream = std::ptr::null_mut();
         // SAFETY: as above.
         let code = unsafe {
-            let new = self.0.get::<New>(b"cuStreamCreateWithPriority");
-            new.unwrap()(&raw mut stream, 1, 0)
+            let new = self.0.get::<New>(b"new_stream");
+            new.unwrap()(&raw mut stream)
         };
         assert_eq!(code, 0);
         stream as usize
@@ -119,36 +113,24 @@ impl Driver {
         };
         assert_eq!(code, 0);
     }
-
-    /// Strided copies to the device do not begin.
-    fn hold_copies(&self, yes: bool) {
-        // SAFETY: as above.
-        unsafe {
-            let hold = self.0.get::<unsafe extern "C" fn(c_int)>(b"hold_copies");
-            hold.unwrap()(yes.into());
-        }
-    }
-
-    fn registered(&self) -> c_int {
-        // SAFETY: as above.
-        unsafe {
-            let count = self
-                .0
-                .get::<unsafe extern "C" fn() -> c_int>(b"registered_ranges");
-            count.unwrap()()
-        }
-    }
 }
 
 struct Rank {
     exchange: Exchange,
     streams: Streams,
-    engine: Arc<Engine>,
     _memory: Vec<u64>,
 }
 
 /// Called where the device is: a rank with an engine of its own.
-fn rank(driver: &Driver, config: Config, index: u32, patience: Duration) -> Rank {
+fn rank(driver: &Driver, index: u32, patience: Duration) -> Rank {
+    let config = Config {
+        engine: Choice::Tcp,
+        interfaces: Some("lo".into()),
+        workers: 1,
+        flows: 4,
+        most_flows: 8,
+        ..Config::default()
+    };
     let engine = Arc::new(Engine::start(config, Box::new(|_, _| {})).unwrap());
     let each = SLOT * SLOTS as usize;
     let memory = vec![0u64; (2 * each + WORDS) / 8];
@@ -172,49 +154,15 @@ fn rank(driver: &Driver, config: Config, index: u32, patience: Duration) -> Rank
     Rank {
         exchange,
         streams,
-        engine,
         _memory: memory,
     }
 }
 
-fn config(choice: Choice, name: &str) -> Config {
-    Config {
-        engine: choice,
-        interfaces: Some(name.into()),
-        workers: 1,
-        flows: 4,
-        most_flows: 8,
-        frames: Some(Wanted {
-            send: FRAMES,
-            receive: FRAMES,
-        }),
-        ..Config::default()
-    }
-}
-
-/// Two ranks over loopback, whose slots are memory.
-fn plain(driver: &Driver, patience: Duration) -> Vec<Rank> {
-    let ranks: Vec<Rank> = (0..2)
-        .map(|index| rank(driver, config(Choice::Tcp, "lo"), index, patience))
-        .collect();
+/// Two ranks over loopback.
+fn pair(driver: &Driver, patience: Duration) -> Vec<Rank> {
+    let ranks: Vec<Rank> = (0..2).map(|index| rank(driver, index, patience)).collect();
     connect(&ranks);
     ranks
-}
-
-/// Two ranks in namespaces, whose slots are frames.
-fn framed(driver: &Arc<Driver>, patience: Duration) -> Option<((Node, Node), Vec<Rank>)> {
-    let (a, b) = pair(1500)?;
-    let make = |node: &Node, name: &'static str, index| {
-        let driver = driver.clone();
-        node.run(move || {
-            driver.enter();
-            rank(&driver, config(Choice::Xdp, name), index, patience)
-        })
-    };
-    let ranks = vec![make(&a, "va", 0), make(&b, "vb", 1)];
-    connect(&ranks);
-    assert!(ranks.iter().all(|one| one.exchange.gathered().is_some()));
-    Some(((a, b), ranks))
 }
 
 fn connect(ranks: &[Rank]) {
@@ -279,7 +227,7 @@ fn exchanges(driver: &Driver, ranks: &[Rank]) {
     });
 }
 
-/// What is not there yet may not be written, and what does not come reads as NaN.
+/// What is not there yet may not be written, and a peer that is gone is an error.
 fn order_and_failure(driver: &Driver, mut ranks: Vec<Rank>) {
     const EACH: usize = 400_000;
     let word = Box::new(std::sync::atomic::AtomicU32::new(0));
@@ -317,83 +265,17 @@ fn order_and_failure(driver: &Driver, mut ranks: Vec<Rank>) {
     driver.finish(one.streams.current);
     failed |= one.exchange.failure().is_some();
     assert!(failed && began.elapsed() < Duration::from_secs(20));
-    // Of memory what the slots held, ones at the end; of frames ones wherever nothing came.
-    if one.exchange.gathered().is_some() {
-        let left = &result[EACH..];
-        assert!(left.iter().all(|byte| *byte == 0xff || *byte == 0x77));
-    }
     one.exchange.close();
 }
 
 #[test]
-fn slots_of_memory() {
-    if has_driver("slots_of_memory") {
+fn ranks_exchange_in_order_and_fail_in_words() {
+    if has_driver("ranks_exchange_in_order_and_fail_in_words") {
         let driver = Driver::open();
         driver.enter();
-        let ranks = plain(&driver, Duration::from_secs(20));
+        let ranks = pair(&driver, Duration::from_secs(20));
         exchanges(&driver, &ranks);
         drop(ranks);
-        order_and_failure(&driver, plain(&driver, Duration::from_millis(700)));
-    }
-}
-
-#[test]
-fn slots_of_frames() {
-    if has_driver("slots_of_frames") {
-        let driver = Arc::new(Driver::open());
-        driver.enter();
-        let Some((nodes, ranks)) = framed(&driver, Duration::from_secs(20)) else {
-            return;
-        };
-        assert_eq!(driver.registered(), 2);
-        exchanges(&driver, &ranks);
-        for one in ranks {
-            one.exchange.close();
-            one.engine.stop();
-            let [_, copied] = one.engine.bare();
-            assert_eq!(copied, [0, 0]);
-        }
-        assert_eq!(driver.registered(), 0);
-        drop(nodes);
-        let Some((_nodes, ranks)) = framed(&driver, Duration::from_millis(900)) else {
-            return;
-        };
-        order_and_failure(&driver, ranks);
-    }
-}
-
-/// A device that holds the copies up behind something else: an error and not a hang, and what did not come is NaN.
-#[test]
-fn copies_that_are_held_up() {
-    if has_driver("copies_that_are_held_up") {
-        const EACH: usize = 400_000;
-        let driver = Arc::new(Driver::open());
-        driver.enter();
-        let Some((_nodes, ranks)) = framed(&driver, Duration::from_millis(900)) else {
-            return;
-        };
-        driver.hold_copies(true);
-        let payload = bytes(1, EACH);
-        let mut results = [vec![0x77u8; 2 * EACH], vec![0x77u8; 2 * EACH]];
-        for (one, result) in ranks.iter().zip(&mut results) {
-            let (from, to) = (payload.as_ptr() as usize, result.as_mut_ptr() as usize);
-            // SAFETY: the memory lives until the copies are through, below.
-            unsafe {
-                one.exchange
-                    .enqueue(Kind::Gather, EACH, from, to, one.streams)
-            }
-            .unwrap();
-        }
-        for (index, one) in ranks.iter().enumerate() {
-            driver.finish(one.streams.current);
-            let why = one.exchange.failure().unwrap();
-            assert!(why.contains("the device has not copied"), "{why}");
-            let other = &results[index][(1 - index) * EACH..][..EACH];
-            assert!(other[1408..].iter().all(|byte| *byte == 0xff));
-        }
-        driver.hold_copies(false);
-        for one in &ranks {
-            one.exchange.close();
-        }
+        order_and_failure(&driver, pair(&driver, Duration::from_millis(700)));
     }
 }

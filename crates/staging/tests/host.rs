@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Acquire;
 use std::time::Duration;
 
 use evener_engine::{Config, Engine};
@@ -88,6 +90,13 @@ fn run(
     unsafe { one.exchange.run_on_host(kind, each, from, to) }.map_err(|error| error.to_string())
 }
 
+/// Pieces that a rank has put into slots, and that its peers have.
+fn left(one: &Rank) -> [u32; 2] {
+    let words = one.memory.as_ptr() as usize + 2 * SLOT * SLOTS as usize;
+    // SAFETY: the first two words of the room, which all use as atomics.
+    [0, 64].map(|at| unsafe { AtomicU32::from_ptr((words + at) as *mut u32) }.load(Acquire))
+}
+
 #[test]
 fn all_sizes_arrive_whole_in_both_forms() {
     for size in [2, 3] {
@@ -114,6 +123,9 @@ fn all_sizes_arrive_whole_in_both_forms() {
                             let expected = bytes(1000 + 10 * from + index, each);
                             assert!(received[from * each..][..each] == expected);
                         }
+                        // The process may end now.
+                        let [ready, sent] = left(one);
+                        assert_eq!(ready, sent);
                     }
                 });
             }

@@ -112,7 +112,7 @@ fn xdp(mtu: usize, mode: Mode, time: Duration) -> Option<Stages> {
                     std::thread::sleep(Duration::from_millis(2));
                     break;
                 }
-                Sent::Full | Sent::TooLong | Sent::Busy => break,
+                Sent::Full | Sent::TooLong => break,
             }
         }
         let written = Instant::now();

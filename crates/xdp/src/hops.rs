@@ -61,16 +61,6 @@ impl Hops {
 
     /// The next hop to this address; `None`: the kernel is to send this packet.
     pub fn to(&mut self, to: Ipv4Addr, now: Instant) -> Option<Mac> {
-        self.find(to, now, true)
-    }
-
-    /// The same for a packet that is better not sent by the kernel: it is not the one that makes the kernel
-    /// look again from time to time. Others are.
-    pub fn known(&mut self, to: Ipv4Addr, now: Instant) -> Option<Mac> {
-        self.find(to, now, false)
-    }
-
-    fn find(&mut self, to: Ipv4Addr, now: Instant, confirms: bool) -> Option<Mac> {
         if now.saturating_duration_since(self.looked) >= LOOK {
             self.looked = now;
             if self.news.any() {
@@ -99,10 +89,7 @@ impl Hops {
             self.known.insert(to, known);
         }
         let known = self.known.get_mut(&to)?;
-        if confirms
-            && known.mac.is_some()
-            && now.saturating_duration_since(known.confirmed) >= CONFIRM
-        {
+        if known.mac.is_some() && now.saturating_duration_since(known.confirmed) >= CONFIRM {
             known.confirmed = now;
             return None;
         }

@@ -3,7 +3,6 @@
 //!
 //! - [`program`]: which packets are ours. All others go on to the kernel as ever.
 //! - [`umem`]: memory that the kernel and this process share, cut into frames.
-//! - [`pool`]: such memory of several sockets, of which callers have a part.
 //! - [`ring`]: queues of descriptors in shared memory, without locks.
 //! - [`socket`]: a socket on one queue: its memory, its four rings, its mode.
 //! - [`frames`]: Ethernet, IPv4 and UDP headers.
@@ -23,7 +22,6 @@
 pub mod frames;
 pub mod hops;
 mod netlink;
-pub mod pool;
 pub mod port;
 pub mod program;
 pub mod ring;
@@ -31,6 +29,5 @@ pub mod socket;
 mod sys;
 pub mod umem;
 
-pub use pool::{LENT_HEADERS, Part, Pool};
 pub use port::{Came, Card, Counts, Port, Refused, Rule, Wanted};
 pub use socket::Mode;

@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 use crate::frames::{self, ETHERNET, HEADERS, Mac, Template};
 use crate::hops::Hops;
 use crate::netlink::{Interface, Netlink};
-use crate::pool::{LENT_HEADERS, Part};
 pub use crate::program::Rule;
 use crate::program::{self, NotLoaded};
 use crate::socket::{Lacks, Mode, Shape, Socket};
@@ -42,10 +41,8 @@ pub struct Wanted {
     pub queues: Vec<u32>,
     /// Tried in this order.
     pub modes: Vec<Mode>,
-    /// Frames for each direction of a queue; a power of two. With a pool: places of each ring.
+    /// Frames for each direction of a queue; a power of two.
     pub frames: u32,
-    /// Where the frames of the (then only) queue are; `None`: in memory of its own.
-    pub part: Option<Part>,
     /// The process polls the card, where it may.
     pub busy_poll: bool,
 }
@@ -59,7 +56,6 @@ impl Wanted {
             queues: vec![0],
             modes: Mode::ALL.into(),
             frames: 2048,
-            part: None,
             busy_poll: false,
         }
     }
@@ -144,12 +140,6 @@ pub enum Refused {
     /// The rule or the queues cannot be.
     #[error("{0}: no port or no queue is asked for: give at least one of each")]
     Nothing(String),
-    /// The pool's frames are too small for the link.
-    #[error("{0}: frames of {1} bytes do not hold a packet of this link: give frames of {2}")]
-    Pool(String, usize, usize),
-    /// A part of a pool is one socket's.
-    #[error("{0}: frames of a pool are for one queue: name one")]
-    Queues(String),
 }
 
 fn id(program: Option<u32>) -> String {
@@ -220,18 +210,13 @@ impl Card {
         drop(sys::xdp_socket().map_err(call("an AF_XDP socket"))?);
         let last = wanted.queues.iter().max().map_or(1, |queue| queue + 1);
         let map = sys::socket_map(last).map_err(call("a map of sockets (bpf)"))?;
-        let needed = frame_size(interface.mtu);
-        let frame = wanted.part.as_ref().map_or(needed, |part| part.pool.size());
-        if frame < needed {
-            return Err(Refused::Pool(name(), frame, needed));
-        }
-        if wanted.part.is_some() && wanted.queues.len() > 1 {
-            return Err(Refused::Queues(name()));
-        }
         let shape = Shape {
-            frame,
+            frame: if interface.mtu + ETHERNET + HEADROOM <= 2048 {
+                2048
+            } else {
+                4096
+            },
             frames: wanted.frames,
-            part: wanted.part.clone(),
             several: interface.mtu > ONE_FRAME,
             busy_poll: wanted.busy_poll,
         };
@@ -243,7 +228,7 @@ impl Card {
         let driver = sys::driver(&wanted.interface).unwrap_or_else(|| "unknown".into());
         let mut tried = Vec::new();
         for mode in &wanted.modes {
-            match Self::bring_up(wanted, &interface, (&map, &program), *mode, &shape) {
+            match Self::bring_up(wanted, &interface, (&map, &program), *mode, shape) {
                 Ok((link, ports, lacks)) => {
                     let card = Card {
                         link,
@@ -282,7 +267,7 @@ impl Card {
         interface: &Interface,
         (map, program): (&OwnedFd, &OwnedFd),
         mode: Mode,
-        shape: &Shape,
+        shape: Shape,
     ) -> Result<(Link, Vec<Port>, Lacks), Refusal> {
         let link = sys::attach(program.as_fd(), interface.index, mode.attaches());
         let link = Link(link.map_err(Refusal::Attach)?);
@@ -293,7 +278,7 @@ impl Card {
             // has a copy of it.
             let began = Instant::now();
             let opened = loop {
-                let opened = Socket::open(interface.index, *queue, mode, shape.clone());
+                let opened = Socket::open(interface.index, *queue, mode, shape);
                 let busy = |error: &io::Error| error.raw_os_error() == Some(libc::EBUSY);
                 if began.elapsed() > LATER || !opened.as_ref().err().is_some_and(busy) {
                     break opened;
@@ -370,8 +355,6 @@ pub struct Came<'a> {
     pub to: SocketAddrV4,
     /// A switch says that its queue is long.
     pub marked: bool,
-    /// Its frame can be kept ([`Port::receive_or_keep`]).
-    pub stays: bool,
     /// How long it was here when clocks were read; zero where the card does not say.
     pub waited: Duration,
     /// When that was.
@@ -389,8 +372,6 @@ pub enum Sent {
     Full,
     /// It is longer than the link takes.
     TooLong,
-    /// The kernel has this frame still: send a copy.
-    Busy,
 }
 
 /// What a port did.
@@ -402,23 +383,12 @@ pub struct Counts {
     pub odd: u64,
     /// Packets that went.
     pub sent: u64,
-    /// And of them those from lent frames.
-    pub lent: u64,
     /// Packets for the kernel's way.
     pub by_kernel: u64,
     /// Packets for which no frame was free.
     pub full: u64,
     /// Calls to the kernel that sent.
     pub calls: u64,
-}
-
-/// Bytes of the frames that a link with this MTU needs.
-pub fn frame_size(mtu: usize) -> usize {
-    if mtu + ETHERNET + HEADROOM <= 2048 {
-        2048
-    } else {
-        4096
-    }
 }
 
 /// One moment by two clocks.
@@ -459,26 +429,6 @@ fn waited(now: u64, stamp: u64) -> Duration {
     }
 }
 
-type Templates = HashMap<(u16, SocketAddrV4), (Mac, Template)>;
-
-/// The headers of a path, made where it is new or its next hop is another.
-fn template(
-    all: &mut Templates,
-    (mac, hop): (Mac, Mac),
-    here: SocketAddrV4,
-    to: SocketAddrV4,
-) -> &Template {
-    if all.len() >= TEMPLATES {
-        all.clear();
-    }
-    let new = || (hop, Template::new(mac, hop, here, to));
-    let known = all.entry((here.port(), to)).or_insert_with(new);
-    if known.0 != hop {
-        *known = new();
-    }
-    &known.1
-}
-
 /// Datagrams of one queue, for one thread.
 #[derive(Debug)]
 pub struct Port {
@@ -488,7 +438,7 @@ pub struct Port {
     rule: Rule,
     /// Bytes of a frame on the link.
     largest: usize,
-    templates: Templates,
+    templates: HashMap<(u16, SocketAddrV4), (Mac, Template)>,
     /// A packet that is longer than a frame.
     long: Vec<u8>,
     counts: Counts,
@@ -520,27 +470,14 @@ impl Port {
 
     /// Hands on what came; `most` packets at once. How many.
     pub fn receive(&mut self, most: usize, mut each: impl FnMut(Came<'_>)) -> usize {
-        self.receive_or_keep(most, |came| {
-            each(came);
-            false
-        })
-    }
-
-    /// The same; who says `true` of a packet that [stays](Came::stays) keeps its frame, and with it the bytes of the
-    /// packet where they are, until [`Port::give_back`].
-    pub fn receive_or_keep(
-        &mut self,
-        most: usize,
-        mut each: impl FnMut(Came<'_>) -> bool,
-    ) -> usize {
         let counts = &mut self.counts;
         let mut count = 0;
         let mut seen = Seen::now();
-        self.socket.receive(most, |frame, stays, stamp| {
+        self.socket.receive(most, |frame, stamp| {
             seen.catch_up(stamp);
             let Some(one) = frames::parse(frame) else {
                 counts.odd += 1;
-                return false;
+                return;
             };
             count += 1;
             each(Came {
@@ -548,10 +485,9 @@ impl Port {
                 from: one.from,
                 to: one.to,
                 marked: one.marked,
-                stays,
                 waited: waited(seen.by_card, stamp),
                 seen: seen.at,
-            }) && stays
+            });
         });
         self.counts.received += count as u64;
         count
@@ -574,8 +510,17 @@ impl Port {
             self.counts.by_kernel += 1;
             return Sent::ByKernel;
         };
+        if self.templates.len() >= TEMPLATES {
+            self.templates.clear();
+        }
         let here = SocketAddrV4::new(self.rule.address, from);
-        let template = template(&mut self.templates, (self.mac, hop), here, to);
+        let mac = self.mac;
+        let new = || (hop, Template::new(mac, hop, here, to));
+        let known = self.templates.entry((from, to)).or_insert_with(new);
+        if known.0 != hop {
+            *known = new();
+        }
+        let template = &known.1;
         let Some(frame) = self.socket.take() else {
             self.counts.full += 1;
             return Sent::Full;
@@ -597,62 +542,6 @@ impl Port {
         }
         self.counts.sent += 1;
         Sent::Framed
-    }
-
-    /// Queues a datagram from a lent frame: `head`, and behind it the first `payload` bytes that its caller has put
-    /// there. Nothing of the payload is touched.
-    pub fn send_lent(
-        &mut self,
-        from: u16,
-        to: SocketAddrV4,
-        frame: u32,
-        (head, payload): (&[u8], usize),
-        now: Instant,
-    ) -> Sent {
-        let length = head.len() + payload;
-        let before = HEADERS + head.len();
-        if length > self.largest() || before > LENT_HEADERS {
-            return Sent::TooLong;
-        }
-        let Some(hop) = self.hops.known(*to.ip(), now) else {
-            self.counts.by_kernel += 1;
-            return Sent::ByKernel;
-        };
-        let here = SocketAddrV4::new(self.rule.address, from);
-        let template = template(&mut self.templates, (self.mac, hop), here, to);
-        let queued = self.socket.queue_lent(frame, payload, |room| {
-            let start = LENT_HEADERS - before;
-            template.write(&mut room[start..], length);
-            room[start + HEADERS..].copy_from_slice(head);
-            before
-        });
-        match queued {
-            Some(true) => {
-                self.counts.sent += 1;
-                self.counts.lent += 1;
-                Sent::Framed
-            }
-            Some(false) => {
-                self.counts.full += 1;
-                Sent::Full
-            }
-            None => Sent::Busy,
-        }
-    }
-
-    /// Takes back the frame of a packet that was kept, by an address in it. `false`: it is not this port's.
-    pub fn give_back(&mut self, at: usize) -> bool {
-        self.socket.give_back(at)
-    }
-
-    /// Copies bytes into a frame as if they had come here, and keeps it: where they are. `None`: no frame is spare.
-    pub fn copy_in(&mut self, bytes: &[u8]) -> Option<usize> {
-        self.socket.copy_in(bytes)
-    }
-
-    /// The card is gone: lent frames that it has are free.
-    pub fn let_all_go(&mut self) {
-        self.socket.let_all_go();
     }
 
     /// Sends what is queued. `false`: the kernel has no room for all of it now, and the rest goes with the

@@ -2,14 +2,12 @@
 //!
 //! Frames go round. Those for receiving: fill ring, kernel, receive ring, caller, fill ring. Those for
 //! sending: caller, transmit ring, kernel, completion ring, caller. No ring can overflow: each is as
-//! long as its half of the memory has frames. With a [pool](crate::pool) frames are more than places: a
-//! full transmit ring refuses, and the kernel sends no more than the completion ring has room for.
+//! long as its half of the memory has frames.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
 
-use crate::pool::Part;
 use crate::ring::{CONTINUED, Consumer, Descriptor, Producer};
 use crate::sys::{self, Which};
 use crate::umem::{Frame, Umem};
@@ -65,14 +63,12 @@ impl Mode {
 }
 
 /// Sizes of a socket.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub struct Shape {
     /// Bytes of a frame: 2048 or 4096.
     pub frame: usize,
-    /// Frames for each direction; a power of two. For a pool: places of each ring.
+    /// Frames for each direction; a power of two.
     pub frames: u32,
-    /// Where they are; `None`: in memory of its own.
-    pub part: Option<Part>,
     /// A packet may take several frames.
     pub several: bool,
     /// The process polls the card, where it may.
@@ -105,8 +101,6 @@ pub struct Socket {
     parts: Vec<u64>,
     /// When its first frame came.
     stamp: u64,
-    /// Frames that the fill ring has too few.
-    lacking: u32,
     /// Calls to the kernel that send.
     pub calls: u64,
 }
@@ -126,10 +120,7 @@ impl Socket {
         mode: Mode,
         shape: Shape,
     ) -> io::Result<(Socket, Lacks)> {
-        let mut umem = match &shape.part {
-            Some(part) => Umem::of(part, shape.frames),
-            None => Umem::new(shape.frame, shape.frames, shape.frames)?,
-        };
+        let mut umem = Umem::new(shape.frame, shape.frames, shape.frames)?;
         let fd = sys::xdp_socket()?;
         sys::register(fd.as_fd(), umem.mapping(), shape.frame as u32)?;
         let ring = |which, entry| sys::ring(fd.as_fd(), which, shape.frames, entry);
@@ -142,7 +133,7 @@ impl Socket {
         let received = Consumer::map(mapping, at, shape.frames).ok_or_else(spoilt)?;
         let (mapping, at) = ring(Which::Transmit, descriptor)?;
         let transmit = Producer::map(mapping, at, shape.frames).ok_or_else(spoilt)?;
-        for frame in umem.receiving().take(shape.frames as usize) {
+        for frame in umem.receiving() {
             fill.push(frame);
         }
         fill.submit();
@@ -174,7 +165,6 @@ impl Socket {
             joined: Vec::new(),
             parts: Vec::new(),
             stamp: 0,
-            lacking: 0,
             calls: 0,
         };
         Ok((socket, lacks))
@@ -196,14 +186,9 @@ impl Socket {
         })
     }
 
-    /// Hands on what came, packet by packet; how many. `most` at once, so that sending is not put off. Who
-    /// says `true` keeps the frame of a packet until [`Socket::give_back`]; it is asked whether there is one to
-    /// keep by its second argument. The third says when the packet came (0: nobody knows).
-    pub fn receive(
-        &mut self,
-        most: usize,
-        mut each: impl FnMut(&[u8], bool, u64) -> bool,
-    ) -> usize {
+    /// Hands on what came, packet by packet; how many. `most` at once, so that sending is not put off.
+    /// The second argument of `each` says when the packet came (0: nobody knows).
+    pub fn receive(&mut self, most: usize, mut each: impl FnMut(&[u8], u64)) -> usize {
         let mut count = 0;
         while count < most {
             let Some(one) = self.received.pop() else {
@@ -216,18 +201,12 @@ impl Socket {
                 self.stamp = self.umem.stamp(one.address);
             }
             if !continued && self.parts.is_empty() {
-                let mut keep = false;
                 if let Some(bytes) = self.umem.received(one.address, one.length) {
-                    keep = each(bytes, self.shape.part.is_some(), self.stamp);
+                    each(bytes, self.stamp);
                     count += 1;
                 }
                 if let Some(frame) = frame {
-                    if keep && self.shape.part.is_some() {
-                        self.umem.keep(frame);
-                        self.lacking += 1;
-                    } else {
-                        self.refill(frame);
-                    }
+                    self.fill.push(frame);
                 }
                 continue;
             }
@@ -235,90 +214,21 @@ impl Socket {
             self.joined.extend_from_slice(bytes.unwrap_or_default());
             self.parts.extend(frame);
             if !continued {
-                each(&self.joined, false, self.stamp);
+                each(&self.joined, self.stamp);
                 count += 1;
                 self.joined.clear();
-                while let Some(part) = self.parts.pop() {
-                    self.refill(part);
+                for part in self.parts.drain(..) {
+                    self.fill.push(part);
                 }
             }
         }
         self.received.release();
-        self.fill_up();
         self.fill.submit();
         if self.fill.needs_wakeup() {
             // An error says what the next packet would: nothing comes.
             let _ = sys::kick_receive(self.fd.as_fd());
         }
         count
-    }
-
-    /// A frame that came goes back, or one in its place.
-    fn refill(&mut self, frame: u64) {
-        if self.shape.part.is_some() {
-            self.umem.set_aside(frame);
-            self.lacking += 1;
-        } else {
-            self.fill.push(frame);
-        }
-    }
-
-    /// Puts spare frames where the fill ring lacks some.
-    fn fill_up(&mut self) {
-        while self.lacking > 0
-            && let Some(frame) = self.umem.take_spare()
-        {
-            self.fill.push(frame);
-            self.lacking -= 1;
-        }
-    }
-
-    /// Takes a frame back that was kept, by any address of the process in it. `false`: it is not of this socket, or
-    /// was not kept.
-    pub fn give_back(&mut self, at: usize) -> bool {
-        let start = self.umem.mapping().start().as_ptr() as usize;
-        at.checked_sub(start)
-            .is_some_and(|address| self.umem.give_back(address as u64))
-    }
-
-    /// Copies bytes into a frame for receiving, which is kept: where they are. `None`: none is spare.
-    pub fn copy_in(&mut self, bytes: &[u8]) -> Option<usize> {
-        self.umem.copy_in(bytes)
-    }
-
-    /// Has the kernel send a packet from a lent frame: `fill` writes all that is before the payload into the end of
-    /// its room for headers, and says how long that is. `None`: the kernel has the frame; `Some(false)`: the
-    /// ring is full.
-    pub fn queue_lent(
-        &mut self,
-        frame: u32,
-        payload: usize,
-        fill: impl FnOnce(&mut [u8]) -> usize,
-    ) -> Option<bool> {
-        let room = match self.umem.claim(frame) {
-            Some(room) => room,
-            None => {
-                self.complete();
-                self.umem.claim(frame)?
-            }
-        };
-        let headers = fill(room).min(room.len());
-        let start = frame as usize * self.shape.frame + room.len() - headers;
-        let end = (headers + payload).min(self.shape.frame - (room.len() - headers));
-        let queued = self.transmit.push(Descriptor {
-            address: start as u64,
-            length: end as u32,
-            options: 0,
-        });
-        if !queued {
-            self.umem.let_go(frame);
-        }
-        Some(queued)
-    }
-
-    /// The card gives no frames back any more: those that are lent are free.
-    pub fn let_all_go(&mut self) {
-        self.umem.let_all_go();
     }
 
     /// Takes frames back that were sent.
@@ -353,16 +263,12 @@ impl Socket {
     pub fn queue(&mut self, frame: Frame, length: usize) {
         let length = length.min(self.shape.frame) as u32;
         let address = self.umem.sent(frame);
-        // There is room: the ring has as many places as there are frames. With lent ones there may be none:
-        // the packet is lost, as in the network.
-        let queued = self.transmit.push(Descriptor {
+        // There is room: the ring has as many places as there are frames.
+        self.transmit.push(Descriptor {
             address,
             length,
             options: 0,
         });
-        if !queued {
-            self.umem.completed(address);
-        }
     }
 
     /// Queues a packet that may take several frames; `false`: there are too few, or it may not.
@@ -375,7 +281,7 @@ impl Socket {
         if self.umem.free() < count {
             self.complete();
         }
-        if self.umem.free() < count || (self.transmit.room(count as u32) as usize) < count {
+        if self.umem.free() < count {
             return false;
         }
         for (at, part) in packet.chunks(size).enumerate() {

@@ -154,8 +154,6 @@ pub(crate) struct Mapping {
 // Safety: the memory belongs to the mapping, not to a thread. Who reads and writes it is for the files
 // that use it to say.
 unsafe impl Send for Mapping {}
-// Safety: as above; a shared reference gives an address and a length, and no access.
-unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn new(

@@ -2,22 +2,18 @@
 //! go with them. Where they are not allowed (root, CAP_NET_ADMIN), each test says so and is skipped.
 
 #![allow(clippy::unwrap_used, reason = "in tests")]
-#![allow(
-    unsafe_code,
-    reason = "callers of a pool fill frames and read what they keep"
-)]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::BorrowedFd;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use evener_xdp::port::{Refusal, Sent};
-use evener_xdp::{Card, LENT_HEADERS, Mode, Part, Pool, Port, Refused, Rule, Wanted};
+use evener_xdp::{Card, Mode, Port, Refused, Rule, Wanted};
 
 mod nodes;
 
@@ -82,7 +78,7 @@ impl End {
                     assert!(began.elapsed() < PATIENCE);
                     self.port.flush().unwrap();
                 }
-                Sent::TooLong | Sent::Busy => panic!("{sent:?}"),
+                Sent::TooLong => panic!("too long"),
             }
         }
     }
@@ -456,114 +452,4 @@ fn nothing_is_left_after_kill_9() {
         wait_until_gone("va");
         open("va", A, &[Mode::Native]).unwrap();
     });
-}
-
-/// A pool, and a card whose frames are in it.
-fn pooled(name: &str, address: Ipv4Addr) -> (Pool, Card, Port, UdpSocket) {
-    let pool = Pool::new(2048, 64, 1, (256, 128)).unwrap();
-    let mut wanted = Wanted::new(name, rule(address));
-    wanted.modes = vec![Mode::Native];
-    wanted.frames = 128;
-    wanted.part = Some(Part {
-        pool: pool.clone(),
-        place: 0,
-    });
-    let own = UdpSocket::bind((address, 20_007)).unwrap();
-    own.set_nonblocking(true).unwrap();
-    let (card, mut ports) = Card::open(&wanted).unwrap();
-    (pool, card, ports.remove(0), own)
-}
-
-/// What a caller put into a lent frame arrives, and stays where it arrived until it is given back; meanwhile
-/// other packets come. All lent frames are sent many times over.
-///
-/// The receiver keeps 100 of its 128 frames, and a card drops what finds no frame. So the sender is never more
-/// than 16 packets ahead of what came, however late the receiver is woken. A frame is written again 64 packets
-/// later: by then its packet has come, so the card is done with it.
-#[test]
-fn lent_frames_go_and_kept_frames_stay() {
-    const PAYLOAD: usize = 1424;
-    const HEAD: [u8; 46] = [7; 46];
-    const ALL: usize = 1000;
-    const AHEAD: usize = 16;
-    let Some((a, b)) = pair(1500) else {
-        return;
-    };
-    let (ready, sender_waits) = channel();
-    let came_so_far = Arc::new(AtomicUsize::new(0));
-    let tells = came_so_far.clone();
-    let received = b.start(move || {
-        let (_pool, _card, mut port, _own) = pooled("vb", B);
-        ready.send(()).unwrap();
-        let (mut held, mut count, began) = (Vec::new(), 0u32, Instant::now());
-        while count < ALL as u32 {
-            assert!(began.elapsed() < PATIENCE, "{count} came");
-            port.wait(Duration::from_millis(20)).unwrap();
-            port.receive_or_keep(64, |came| {
-                // What warmed the neighbour up.
-                if came.packet.len() < HEAD.len() + PAYLOAD {
-                    return false;
-                }
-                assert!(came.stays && came.packet[..HEAD.len()] == HEAD);
-                held.push(came.packet[HEAD.len()..].as_ptr() as usize);
-                tells.fetch_add(1, Ordering::SeqCst);
-                true
-            });
-            // A third of the frames is out at any time.
-            while held.len() > 100 || (!held.is_empty() && count as usize + held.len() == ALL) {
-                let at = held.remove(0);
-                // SAFETY: the frame is kept, and the packet had this many bytes.
-                let bytes = unsafe { std::slice::from_raw_parts(at as *const u8, PAYLOAD) };
-                assert!(
-                    bytes.iter().all(|byte| *byte == count as u8),
-                    "packet {count}"
-                );
-                assert!(port.give_back(at) && !port.give_back(at));
-                count += 1;
-            }
-        }
-        // A copy lies as a packet would.
-        let at = port.copy_in(&[9; 100]).unwrap();
-        assert!(port.give_back(at));
-        port.dropped()
-    });
-    let sent = a.run(move || {
-        let (pool, _card, mut port, own) = pooled("va", A);
-        sender_waits.recv().unwrap();
-        let (to, began) = (SocketAddrV4::new(B, 20_007), Instant::now());
-        for number in 0..ALL {
-            let frame = number % 64;
-            while number >= came_so_far.load(Ordering::SeqCst) + AHEAD {
-                assert!(began.elapsed() < PATIENCE, "{number} were sent");
-                port.flush().unwrap();
-                std::thread::sleep(Duration::from_micros(50));
-            }
-            loop {
-                assert!(began.elapsed() < PATIENCE);
-                let payload = pool.start() + frame * pool.size() + LENT_HEADERS;
-                // SAFETY: the payload of a lent frame is this caller's.
-                unsafe { std::ptr::write_bytes(payload as *mut u8, number as u8, PAYLOAD) };
-                let head = (&HEAD[..], PAYLOAD);
-                match port.send_lent(20_007, to, frame as u32, head, Instant::now()) {
-                    Sent::Framed => break,
-                    Sent::ByKernel => {
-                        let _ = own.send_to(b"who are you", to);
-                        std::thread::sleep(Duration::from_millis(2));
-                    }
-                    Sent::Busy | Sent::Full => {}
-                    Sent::TooLong => panic!("too long"),
-                }
-                port.flush().unwrap();
-            }
-        }
-        port.flush().unwrap();
-        let counts = port.counts();
-        assert_eq!(
-            port.send_lent(20_007, to, 64, (&HEAD, PAYLOAD), Instant::now()),
-            Sent::Busy
-        );
-        (counts.lent, counts.sent)
-    });
-    assert_eq!(sent, (ALL as u64, ALL as u64));
-    assert_eq!(received.recv_timeout(PATIENCE).unwrap(), 0);
 }

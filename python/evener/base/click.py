@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import shlex
 import sys
 from collections.abc import Callable
@@ -93,14 +94,19 @@ class LazyGroup(click.Group):
 def run(function: Callable[[], R]) -> R:
     """Run `function`, a command in click's mode that is not standalone.
 
-    An EvenerError, and what click says of a command line, become two lines on stderr and an exit
-    code.
+    An EvenerError, a package that is not installed, and what click says of a command line become
+    two lines on stderr and an exit code.
     """
     try:
         return function()
     except EvenerError as error:
         _say(error.problem, error.fix)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if (error.name or "evener").partition(".")[0] == "evener":
+            raise
+        _say(*_missing(str(error.name).partition(".")[0]))
+        sys.exit(UsageError.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
@@ -109,6 +115,20 @@ def run(function: Callable[[], R]) -> R:
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)
+
+
+def require(package: str) -> None:
+    """Raises UsageError where `package` is not installed: for what only other processes import."""
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(*_missing(package))
+
+
+def _missing(package: str) -> tuple[str, str]:
+    """(problem, fix) of a package that Evener itself does not bring."""
+    fix = f"pip install {package}"
+    if package == "torch":
+        fix = "pip install 'evener[torch]', or the build of torch for your GPU"
+    return f"this needs {package}, which {sys.executable} does not have", fix
 
 
 def _say(problem: str, fix: str) -> None:

@@ -42,6 +42,8 @@ def topk_with_feedback(
 CHUNK = 4096
 NO_INDEX = 0xFFFF
 BLOCK = 1024
+# Weights that share a header where differences are sent; the same number as in Rust.
+DIFFERENCE_TILE = 8192
 _FORMS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -129,6 +131,55 @@ def int8_dequantize_sum(
         factor,
         _require(out, "out", torch.float32, out.numel()),
         out.numel(),
+    )
+
+
+def differences_plan(
+    new: torch.Tensor, old: torch.Tensor, shift: int, mask: int, headers: torch.Tensor
+) -> None:
+    """See `evener.comm.codecs.differences.plan`; `new` and `old` as int16 [n]."""
+    n = old.numel()
+    _native.differences_plan(
+        _require(new, "new", torch.int16, n),
+        _require(old, "old", torch.int16, n),
+        n,
+        shift,
+        mask,
+        _require(headers, "headers", torch.int32, -(-n // DIFFERENCE_TILE)),
+    )
+
+
+def differences_write(
+    new: torch.Tensor,
+    old: torch.Tensor,
+    shift: int,
+    mask: int,
+    headers: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """See `evener.comm.codecs.differences.write`; `out`: int32."""
+    n = old.numel()
+    _native.differences_write(
+        _require(new, "new", torch.int16, n),
+        _require(old, "old", torch.int16, n),
+        n,
+        shift,
+        mask,
+        _require(headers, "headers", torch.int32, -(-n // DIFFERENCE_TILE)),
+        _require(out, "out", torch.int32, out.numel()),
+        out.numel(),
+    )
+
+
+def differences_read(message: torch.Tensor, shift: int, mask: int, weights: torch.Tensor) -> None:
+    """See `evener.comm.codecs.differences.read`; ValueError for a message that was cut."""
+    _native.differences_read(
+        _require(message, "message", torch.int32, message.numel()),
+        message.numel(),
+        shift,
+        mask,
+        _require(weights, "weights", torch.int16, weights.numel()),
+        weights.numel(),
     )
 
 

@@ -79,14 +79,14 @@ def begin(rank: int | None = None) -> None:
 def set_rank(rank: int | None) -> None:
     """The rank that stands in front of every line from now on.
 
-    Rank 0 also warns, once, of variables that nearly have the name of a setting.
+    Rank 0 also warns, once, of variables with a name like Evener's own that have no effect.
     """
     global _rank, _names_checked
     _rank = rank
     if not rank and not _names_checked:
         _names_checked = True
-        for name, meant in settings.misspelt(os.environ):
-            logger.warning("%s is not a setting and has no effect; %s is one", name, meant)
+        for line in settings.misspelt(os.environ):
+            logger.warning("%s", line)
 
 
 def info0(message: str, *values: object) -> None:

@@ -163,8 +163,8 @@ def _text(
 _INTERNAL = ("EVENER_LAUNCH_", "EVENER_TEST_", "EVENER_DRIVE_", "_EVENER_")
 
 
-def misspelt(names: Iterable[str]) -> list[tuple[str, str]]:
-    """(name, the setting that is meant) of those that nearly have a setting's name.
+def misspelt(names: Iterable[str]) -> list[str]:
+    """A line on each name that is, or nearly is, one of Evener's, and no setting.
 
     A variable that nobody reads is no error to anyone else: the job would train on the default.
     """
@@ -175,7 +175,11 @@ def misspelt(names: Iterable[str]) -> list[tuple[str, str]]:
         ours = name.startswith(("EVENER_", "LIGHT_"))
         near = difflib.get_close_matches(name.upper(), _REGISTRY, 1, 0.8 if ours else 0.9)
         if near:
-            found.append((name, near[0]))
+            found.append(f"{name} is not a setting and has no effect; {near[0]} is one")
+        elif name.startswith("EVENER_"):
+            found.append(
+                f"{name} is not a setting and has no effect; `evener settings` lists those that are"
+            )
     return found
 
 
@@ -439,8 +443,17 @@ EVENER_HOSTID = _text(
 
 # --- the door without a line ---
 
-_DOOR = "Evener under any DistributedDataParallel"
+_DOOR = "Evener under any DistributedDataParallel or FSDP2 model"
 
+EVENER_WATCH_FLOOR = _real(
+    _DOOR,
+    "EVENER_WATCH_FLOOR",
+    20.0,
+    "Seconds without progress on any rank below which `evener launch` never says that a job stands "
+    "still (docs/guide/stuck.md). Long steps raise the limit by themselves.",
+    allowed="a number of seconds above 0",
+    ok=lambda value: 0 < value < float("inf"),
+)
 EVENER_DDP = _choice(
     _DOOR,
     "EVENER_DDP",
@@ -456,13 +469,39 @@ EVENER_FLOOR = _text(
     "The least exact form in which EVENER_DDP=auto may send gradients. Unset: bf16.",
     allowed="a form that accelerate(floor=...) takes",
 )
+EVENER_EVERY = _number(
+    _DOOR,
+    "EVENER_EVERY",
+    0,
+    "Each rank of a DistributedDataParallel trains by itself for this many steps; then the changes "
+    "of the weights are averaged (docs/guide/slow-networks.md). This is another algorithm than "
+    "DDP's. It holds for accelerate(every=) too. 0: gradients are averaged in every step.",
+)
 EVENER_DDP_PLAIN = _number(
     _DOOR,
     "EVENER_DDP_PLAIN",
     8,
     "Steps that a model takes with DDP itself before Evener is put under it: they show which "
-    "optimizer steps it, and how fast DDP is. From the fourth on they are measured.",
+    "optimizer steps it, and how fast DDP is. From the fourth on they are measured. Not set and "
+    "with EVENER_EVERY: 1.",
     low=1,
+)
+
+EVENER_FSDP = _choice(
+    _DOOR,
+    "EVENER_FSDP",
+    "off",
+    ("off", "exact", "int8"),
+    "Put Evener under every model that a program shards with fully_shard over all of its ranks, "
+    "without a changed line (docs/guide/fsdp.md). Weights are sent as exact differences. exact: "
+    "gradients as FSDP2 sends them. int8: gradients in INT8.",
+)
+EVENER_FSDP_MIRROR = _choice(
+    _DOOR,
+    "EVENER_FSDP_MIRROR",
+    "host",
+    ("host", "gpu", "off"),
+    "Where EVENER_FSDP keeps its copy of the gathered weights. off: gather as FSDP2 does.",
 )
 
 # --- elastic jobs, functions that run as jobs ---
@@ -518,12 +557,10 @@ EVENER_NET_ENGINE = _choice(
     _NET,
     "EVENER_NET_ENGINE",
     "tcp",
-    ("auto", "tcp", "udp", "xdp"),
+    ("tcp", "udp", "xdp"),
     "What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to "
-    "processes that take them; to others TCP. auto: half a second of measuring for each other host "
-    "at the start, and the better of the two; to processes without auto TCP. xdp: as udp, past the "
-    "kernel's stack where the card, the kernel and the process's rights allow it; the staged "
-    "transport (EVENER_OUTER) then has the card send payload from where the GPU has put it.",
+    "processes that take them; to others TCP. xdp: as udp, past the kernel's stack where the card, "
+    "the kernel and the process's rights allow it.",
 )
 EVENER_NET_IFNAME = _text(
     _NET,
@@ -557,15 +594,6 @@ EVENER_NET_WORKERS = _number(
     "Worker threads of a process. 0: one for every four processors it may use, 1 to 8.",
     high=16,
 )
-EVENER_NET_LANES = _number(
-    _NET,
-    "EVENER_NET_LANES",
-    1,
-    "Connections that a communicator's messages take turns over with the UDP engine, each moved by "
-    "one worker thread; no more than there are threads, and than the peer allows.",
-    low=1,
-    high=8,
-)
 EVENER_NET_FLOWS = _number(
     _NET,
     "EVENER_NET_FLOWS",
@@ -579,16 +607,9 @@ EVENER_NET_CONGESTION = _text(
     _NET,
     "EVENER_NET_CONGESTION",
     "",
-    "Congestion control of the connections. Unset: the system's, but cubic instead of bbr.",
+    "Congestion control of TCP connections, the kernel's. Unset: the system's, but cubic "
+    "instead of bbr.",
     allowed="a name from net.ipv4.tcp_allowed_congestion_control",
-)
-EVENER_NET_ZEROCOPY = _choice(
-    _NET,
-    "EVENER_NET_ZEROCOPY",
-    "auto",
-    ("auto", "off", "always"),
-    "Sending without the kernel's copy (MSG_ZEROCOPY). auto: each connection tries a piece of a "
-    "message and goes on where the kernel did not copy it. always: even where it did, for tests.",
 )
 EVENER_NET_TIMEOUT = _real(
     _NET,

@@ -1,6 +1,7 @@
 """The collective layer: topology, buckets, collectives, forms.
 
-Start reading at `reducer` (what the front doors use), then `topology`, `buckets`, `lanes`, `wires`.
+Start reading at `reducer` (what the front doors use; `rounds` where ranks average weights every N
+steps), then `world`, `buckets`, `lanes`, `wires`.
 """
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "groups",
     "guard",
     "lookups",
+    "mirrors",
     "options",
     "overlap",
     "planner",
@@ -21,6 +23,9 @@ __all__ = [
     "reducer",
     "replica_plan",
     "replicas",
+    "rounds",
+    "scalers",
+    "sharded",
     "state",
     "steps",
     "total_norm",

@@ -105,14 +105,24 @@ class Assignment:
         return wires.choose(options, exchange.route, exchange.bucket) == form
 
     @property
-    def fallen(self) -> bool:
-        """Whether the guard has let any bucket fall back."""
-        return bool(self._fallen)
-
-    @property
     def compresses(self) -> bool:
         """Whether any bucket is sent in another form than exact now."""
         return any(exchange.wire.name != "exact" for exchange in self.exchanges)
+
+    def why_exact(self) -> str:
+        """Where a lossy form was asked for and some buckets go exact: a line that says why."""
+        form, forms = self._options.wire, self.forms()
+        exact = forms.count("exact")
+        if form == "exact" or not exact:
+            return ""
+        levels = self._communicators.route.levels
+        if levels.nodes == 1 or not levels.crosses:
+            why = "nothing crosses a network"
+        else:
+            why = "norms, biases and gradients of 16 bits do"
+            if wires.get(form).sparse:
+                why += f", and what is below LIGHT_TOPK_THRESHOLD ({self._options.topk_min_bytes})"
+        return f"{exact} of {len(forms)} buckets go exact and not in {form}: {why}"
 
     def forms(self) -> list[str]:
         """By bucket, the form that it is to have once the layout is settled."""

@@ -100,14 +100,21 @@ def _shaped(reducer: Owner, flat: dict[str, torch.Tensor]) -> dict[str, torch.Te
     }
 
 
-def check(reducer: Owner, state: dict[str, Any]) -> None:
-    """Raise UsageError unless `state` fits the reducer's parameters."""
+def check(reducer: Owner, state: dict[str, Any]) -> dict[str, Any]:
+    """The state, by the reducer's names; raises UsageError unless it fits its parameters."""
     _require_between_steps(reducer)
     if state.get("version") != VERSION:
         raise UsageError(
             f"the compression state has version {state.get('version')!r}",
             f"load one of version {VERSION}, made by Reducer.state_dict()",
         )
+    # Older versions named the parts of a compiled model as torch.compile does.
+    state = {
+        key: {name.replace("_orig_mod.", ""): value for name, value in found.items()}
+        if isinstance(found, dict)
+        else found
+        for key, found in state.items()
+    }
     shapes = {n: p.shape for n, p in zip(reducer.names, reducer.parameters, strict=True)}
     for key in ("residual", "velocity"):
         for name, tensor in state[key].items():
@@ -117,6 +124,7 @@ def check(reducer: Owner, state: dict[str, Any]) -> None:
                     f"the checkpoint's {key} of {name} is {tuple(tensor.shape)}, here: {have}",
                     "load a checkpoint of the same model",
                 )
+    return state
 
 
 def install(

@@ -7,14 +7,18 @@ that were looked up.
 
 So, while one of the modules that are watched runs, its `weight` is an alias of the parameter: the
 output of `_Use`, whose backward is given the gradient of this one use. Whoever watches either takes
-it, and autograd is told that there is none, or leaves it, and all is as ever. So it is with uses
-that are not seen (`F.linear(x, embedding.weight)`): they reach the parameter as ever. The alias is
-in the module's `__dict__`, where attributes are found before parameters; `parameters()` and
-`state_dict()` do not look there.
+it, and autograd is told that there is none, or leaves it, and all is as ever. The alias is in the
+module's `__dict__`, where attributes are found before parameters; `parameters()` and `state_dict()`
+do not look there.
+
+Uses of another kind (`F.linear(x, embedding.weight)`) reach the parameter as ever. Whoever watches
+is told that there may be one: the modules' `_parameters` are dicts that say when an attribute is
+read from them (`_Parameters`), and a module that runs with another weight (torch.func) says so too.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -60,6 +64,9 @@ class Watcher(Protocol):
 
     def used(self, index: int, lookup: Lookup | None) -> None:
         """Forward uses it: by a lookup, or in a layer (None)."""
+
+    def elsewhere(self, index: int) -> None:
+        """Forward may use it in a way of which nothing else is told."""
 
     def came(self, index: int, lookup: Lookup | None, gradient: torch.Tensor) -> bool:
         """Backward has this use's `gradient`, of the parameter's shape. True: it is taken."""
@@ -128,18 +135,23 @@ def candidates(model: nn.Module, places: Mapping[int, int]) -> dict[int, bool]:
     """Parameters that are looked up: index to whether a layer (nn.Linear) uses it too.
 
     `places`: id of a parameter to its index. Not those of which any embedding is of another kind
-    than `by_rows` knows.
+    than `by_rows` knows, or that any other module has too.
     """
     lookups: dict[int, bool] = {}
     layers = set()
     for module in model.modules():
-        index = places.get(id(_weight(module)))
-        if index is None:
-            continue
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            lookups[index] = lookups.get(index, True) and by_rows(module)
-        elif type(module) is nn.Linear:
-            layers.add(index)
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its parameters are kept in another way
+        for name, parameter in module._parameters.items():
+            index = places.get(id(parameter))
+            if index is None:
+                continue
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                lookups[index] = lookups.get(index, True) and by_rows(module)
+            elif type(module) is nn.Linear and name == "weight":
+                layers.add(index)
+            else:
+                lookups[index] = False
     return {index: index in layers for index, plain in lookups.items() if plain}
 
 
@@ -163,9 +175,12 @@ class _Hook:
             module.__dict__.pop("weight", None)
             return
         owner, weight = self._owner(), module._parameters.get("weight")
-        if owner is None or weight is None or weight is not self._parameter():
+        if owner is None or not torch.is_grad_enabled() or not owner.watches(self.index):
             return
-        if not (torch.is_grad_enabled() and weight.requires_grad and owner.watches(self.index)):
+        if weight is None or weight is not self._parameter():
+            owner.elsewhere(self.index)
+            return
+        if not weight.requires_grad:
             return
         lookup = None
         if type(module) is nn.Embedding:
@@ -181,12 +196,56 @@ class _Hook:
         return _Hook, (None, None, self.index, self.ends)
 
 
+class _Parameters(dict[str, Any]):
+    """A module's `_parameters`, of which reading `module.weight` tells the watcher.
+
+    `parameters()`, `state_dict()` and hooks read items, and tell nobody. A copy is a plain dict.
+    """
+
+    def __init__(self, found: dict[str, Any], owner: Watcher, index: int) -> None:
+        super().__init__(found)
+        self._owner, self._index = weakref.ref(owner), index
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "weight" and torch.is_grad_enabled():
+            owner = self._owner()
+            if owner is not None and owner.watches(self._index):
+                owner.elsewhere(self._index)
+        return super().__getitem__(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class _Watched:
+    """A module's parameters are watched, until `remove`."""
+
+    def __init__(self, module: nn.Module, owner: Watcher, index: int) -> None:
+        self._module = weakref.ref(module)
+        module.__dict__["_parameters"] = _Parameters(module._parameters, owner, index)
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is not None and type(module._parameters) is _Parameters:
+            module.__dict__["_parameters"] = dict(module._parameters)
+
+
+class Handle(Protocol):
+    """What takes a part of the watching back."""
+
+    def remove(self) -> None:
+        """Leave the module as it was."""
+
+
 def hook(
     model: nn.Module, owner: Watcher, parameters: Mapping[int, torch.Tensor]
-) -> Iterable[torch.utils.hooks.RemovableHandle]:
+) -> Iterable[Handle]:
     """Tell `owner` of the uses of `parameters`, by index, in embeddings and linear layers."""
     places = {id(p): index for index, p in parameters.items()}
-    handles = []
+    handles: list[Handle] = []
     for module in model.modules():
         weight = _weight(module)
         index = places.get(id(weight))
@@ -195,4 +254,5 @@ def hook(
         before, after = (_Hook(owner, weight, index, ends) for ends in (False, True))
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        handles.append(_Watched(module, owner, index))
     return handles

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from evener.base import settings
+from evener.base.log import info0
 from evener.comm import forms
 from evener.comm.world.topology import Algorithm
 from evener.errors import UsageError
@@ -59,6 +60,9 @@ class Options:
     predivide: float = 1.0
     timeout: float = 0.0
     outer: str = "auto"
+    every: int = 0
+    outer_lr: float = 0.0
+    outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("algorithm", self.algorithm, get_args(Algorithm))
@@ -73,6 +77,11 @@ class Options:
         _require("partition_bytes", self.partition_bytes, least, "0, or 256 bytes or more")
         _require("intra_size", self.intra_size, self.intra_size >= 1, "1 or more ranks")
         _require("predivide", self.predivide, self.predivide > 0, "a number above 0")
+        _require("every", self.every, self.every >= 0, "0, or a number of steps")
+        if self.every:
+            _require("outer_lr", self.outer_lr, 0 < self.outer_lr <= 2, "above 0 and at most 2")
+            least = 0 <= self.outer_momentum < 1
+            _require("outer_momentum", self.outer_momentum, least, "at least 0 and below 1")
         if self.predivide != 1.0 and not self.average:
             raise UsageError(
                 f"predivide={self.predivide} makes no sense for a sum",
@@ -103,7 +112,12 @@ class Options:
             wire = mode
         if mode == "auto":
             given["floor"] = floor or "bf16"
-        return cls.resolve(wire=wire, **given)
+        made = cls.resolve(wire=wire, **given)
+        if not any(forms.described(form).late == "sparse" for form in (made.wire, made.floor)):
+            for name in ("ratio", "warmup_steps"):
+                if given.get(name) is not None:
+                    info0("%s=%s has no effect: it is top-k's", name, given[name])
+        return made
 
     @classmethod
     def resolve(

@@ -17,8 +17,9 @@ behind all that is on its way.)
 The first step leaves everything whole. It shows how many rows are looked up per step, so what is
 worth it, and whether the parameter has uses that nobody watches (`F.linear(x, embedding.weight)`);
 then it stays whole. So it does where a planner may send a share of its entries in far fewer bytes
-than its rows take. Where such a use comes up later, its gradient may find that the parameter's
-buckets have left: it is kept, and is part of the next step's gradient, once; then all stays whole.
+than its rows take. Where such a use comes up later, the weight is asked for outside of its modules,
+and goes whole in that step (`lookups`). One of which nothing can be seen, by a reference that the
+program has kept, is an error: the parameter's buckets may have left.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ class Part:
     # Uses in layers whose gradients have not come; and lookups, known when backward begins.
     awaited: int = 0
     looked: list[Lookup] = field(default_factory=list)
-    # What came too late, for the last step and for this one.
-    kept: torch.Tensor | None = None
-    missed: torch.Tensor | None = None
+    # The weight was asked for outside of its modules, in the forward of this step.
+    elsewhere: bool = False
+    said: bool = False
     # This step, on this rank:
     dense: torch.Tensor | None = None
     rows: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -84,8 +85,6 @@ class Part:
 
     def reset(self) -> None:
         """Expect the next step's gradients."""
-        if self.missed is not None:
-            self.kept, self.missed = self.missed, None
         self.dense = None
         self.rows = []
         self.complete = self.sent = self.had = self.told = self.whole_now = False
@@ -131,7 +130,7 @@ class Parts:
         self.forms: tuple[str, ...] = ()
         self._seen: dict[int, _Seen] = {}
         self._layers: dict[int, bool] = {}
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._handles: list[lookups.Handle] = []
         self._agreed = False
         self._question: tuple[list[Part], torch.Tensor, Any] | None = None
 
@@ -191,16 +190,27 @@ class Parts:
         elif part is not None:
             part.awaited += 1
 
+    def elsewhere(self, index: int) -> None:
+        """See `lookups.Watcher`."""
+        if (part := self.of.get(index)) is None:
+            return  # what comes in the first step shows it
+        if not part.said:
+            logger.info(
+                "%s: its gradient is sent whole in steps in which the weight is asked for outside "
+                "of its embedding and linear layers, from step %d on",
+                self.reducer.names[index],
+                self.reducer.steps + 1,
+            )
+        part.elsewhere = part.said = True
+
     def came(self, index: int, lookup: Lookup | None, gradient: torch.Tensor) -> bool:
         """See `lookups.Watcher`. In autograd's thread."""
         part, reducer = self.of.get(index), self.reducer
         if (
             not reducer.arrivals.active
-            or gradient.requires_grad
             or gradient.layout != torch.strided
+            or self._goes_whole(index)
         ):
-            return False
-        if self._hooked(index):
             return False
         if part is None:
             return index in self._seen and self._see(index, lookup, gradient)
@@ -235,13 +245,17 @@ class Parts:
         seen.dense = gradient if seen.dense is None else seen.dense + gradient
         return True
 
-    def _hooked(self, index: int) -> bool:
-        """Whether another has hooks on this gradient, which should see all of it."""
-        parameter = self.reducer.parameters[index]
-        own = self.reducer.own_hooks
-        return len(parameter._backward_hooks or ()) > own or bool(
+    def _goes_whole(self, index: int) -> bool:
+        """Whether this backward brings all of the gradient to the parameter, on this rank.
+
+        Others have hooks on it, which should see all of it; it is to have a graph; or a part of it
+        comes by a use that is not watched.
+        """
+        parameter, part = self.reducer.parameters[index], self.of.get(index)
+        hooks = len(parameter._backward_hooks or ()) > self.reducer.own_hooks or bool(
             getattr(parameter, "_post_accumulate_grad_hooks", None)
         )
+        return hooks or torch.is_grad_enabled() or (part is not None and part.elsewhere)
 
     # --- the course of a step ---
 
@@ -264,8 +278,8 @@ class Parts:
             return False
         self._mark(index)
         if part.sent:
-            self._miss(part)
-        elif part.layers:
+            raise self._too_late(part)
+        if part.layers:
             self._complete(part)
         return True
 
@@ -287,9 +301,9 @@ class Parts:
         counts = []
         for part in parts:
             rows = sum(lookup.rows().numel() for lookup in part.looked)
-            before = self.reducer.parameters[part.index].grad is not None and not part.layers
-            part.told = before or part.kept is not None
-            counts.append((rows, int(part.told), int(part.kept is not None)))
+            before = self.reducer.parameters[part.index].grad is not None
+            part.told = not part.layers and (before or self._goes_whole(part.index))
+            counts.append((rows, int(part.told)))
         asked = torch.tensor(counts, dtype=torch.int64)
         control = self.reducer.communicators.control.handle
         with self._failing():
@@ -305,18 +319,16 @@ class Parts:
         with self._failing():
             work.wait()
         size = self.reducer.communicators.size
-        for part, (most, told, kept) in zip(parts, asked.tolist(), strict=True):
-            part.awaited, part.looked = 0, []
+        for part, (most, told) in zip(parts, asked.tolist(), strict=True):
+            part.awaited, part.looked, part.elsewhere = 0, [], False
             if len(part.rows) > 1:
                 part.rows = [merged(part.rows)]
             many = _equivalent(most, size) >= self.reducer.parameters[part.index].shape[0]
             part.whole_now = not part.layers and bool(many or told)
             part.most = 0 if part.whole_now else most
-            if not part.layers and not part.whole_now:
-                self._miss(part)
-            if kept:
-                part.whole = True
-                self._say_whole(part.index, "it has uses besides embeddings and linear layers")
+            grad = self.reducer.parameters[part.index].grad
+            if grad is not None and not part.layers and not part.whole_now:
+                raise self._too_late(part)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -330,18 +342,12 @@ class Parts:
                 f"within {communicators.waits}",
             ) from error
 
-    def _miss(self, part: Part) -> None:
-        """Keep what is at the parameter for the next step: this one's buckets have left."""
-        parameter = self.reducer.parameters[part.index]
-        late, parameter.grad = parameter.grad, None
-        if late is None:
-            return
-        part.missed = late if part.missed is None else part.missed + late
-        logger.warning(
-            "%s: in step %d it has a use besides embeddings and linear layers, for the first time; "
-            "what that brought is part of the next step's gradient",
-            self.reducer.names[part.index],
-            self.reducer.steps + 1,
+    def _too_late(self, part: Part) -> CommError:
+        return CommError(
+            f"{self.reducer.names[part.index]}: in step {self.reducer.steps + 1} a part of its "
+            "gradient came by a use that could not be seen, when the rest had left",
+            "use it as an attribute of its module (embedding.weight) in each forward, or set "
+            "EVENER_ROWS_THRESHOLD=0, which sends embeddings whole",
         )
 
     def _say_whole(self, index: int, why: str) -> None:
@@ -399,8 +405,6 @@ class Parts:
 
     def _dense(self, part: Part, had: bool) -> torch.Tensor | None:
         dense, part.dense, part.sent, part.had = part.dense, None, True, had
-        if part.kept is not None:
-            dense, part.kept = _total(part.kept, dense), None
         if part.whole_now and part.rows:
             whole = torch.zeros_like(self.reducer.parameters[part.index])
             for rows, values in part.rows:

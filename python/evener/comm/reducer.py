@@ -85,7 +85,7 @@ class Reducer:
         named = list(named_parameters)
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
-        self.device = _device(named)
+        self.device = device_of(named)
         self.options = options
         self.on_first: Callable[[], None] | None = None
         self.on_sparse: Callable[[int], None] | None = None
@@ -101,7 +101,8 @@ class Reducer:
         self.own_hooks = 0
         # Whether the program keeps gradients, so that it may look at them while this step is on its
         # way; and those of them that are in no bucket, and are to get this step's result.
-        self.gradients_seen = self._looked = False
+        self.gradients_seen = False
+        self._looked: int | None = None  # in which backward that was looked for
         self._kept: dict[int, torch.Tensor] = {}
         # Parameters that no rank used in this step, known when it has ended; their gradients stay
         # as they were: with those that lie in buckets, copies.
@@ -135,6 +136,8 @@ class Reducer:
         self.arrivals.hook(self.parameters)
         if self.communicators.rank == 0:
             logger.info("%s", self.describe())
+            if why := self.assignment.why_exact():
+                logger.info("%s", why)
 
     # --- layout ---
 
@@ -195,7 +198,7 @@ class Reducer:
         self.departures.reset()
         self.arrivals.reset()
         self.parts.reset()
-        self.gradients_seen = self._looked = False
+        self.gradients_seen, self._looked = False, None
         self._kept, self._as_it_was = {}, {}
         self.left_alone = frozenset()
 
@@ -221,9 +224,11 @@ class Reducer:
         With plain DDP a gradient is a tensor of its own. One that was dropped stays what it was,
         and one that was not is added to, and gets the result.
         """
-        if self._looked:
+        # One that brings nothing, for an input's gradient, may come before another.
+        backward = int(torch._C._current_graph_task_id())
+        if self._looked == backward:
             return
-        self._looked = True
+        self._looked = backward
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         kept = self._keep_views()
@@ -241,7 +246,7 @@ class Reducer:
             if holders.is_kept(parameter, None if index == self._coming else here):
                 self._kept[index] = parameter.grad  # type: ignore[assignment]
         hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.parameters)
-        self.gradients_seen = bool(kept or self._kept or hooked)
+        self.gradients_seen |= bool(kept or self._kept or hooked)
 
     def _keep_views(self) -> bool:
         """Leave to others what they hold of gradients that were dropped; whether they hold any."""
@@ -487,7 +492,7 @@ class Reducer:
             if parameter.grad is old[index]:
                 parameter.grad = self.buckets.views[index]
         if self.communicators.rank == 0:
-            logger.info("buckets follow the order of the first backward: %d", len(self.buckets))
+            logger.debug("buckets follow the order of the first backward: %d", len(self.buckets))
 
     # --- another's turn ---
 
@@ -581,7 +586,7 @@ class Reducer:
         Raises UsageError for a checkpoint of other parameters, or in the middle of a step.
         """
         self.finish("a checkpoint")
-        checkpoint.check(self, state)
+        state = checkpoint.check(self, state)
         self.steps = int(state["steps"])
         if self._measuring:
             self._loaded = state  # the layout is not settled before the first step
@@ -612,8 +617,8 @@ class Reducer:
             self.communicators.close()
 
 
-def _device(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
-    """The one device of all parameters."""
+def device_of(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
+    """The one device of all parameters. Raises UsageError for several, or for what is not real."""
     if not named:
         raise UsageError("there is no parameter that requires a gradient", "pass the model's own")
     for name, parameter in named:

@@ -185,7 +185,7 @@ class ReplicaPlanner:
             self.settled = True
         if self.replicas.logs:
             for line in describe(costs):
-                logger.info("probe: %s", line)
+                logger.debug("probe: %s", line)
             logger.info(
                 "plan: step %.1f ms expected, %.1f ms exact as measured, compute %.1f ms: %s",
                 decision.step_ms,

@@ -15,7 +15,7 @@ holds it per parameter, as a DTensor that is sharded as the parameter is (`state
 be loaded where the number of shards or replicas is another one.
 
 How the exchange enters FSDP2 is `evener.fsdp`'s; which form a unit takes, where that is free,
-`evener.comm.replica_plan`'s.
+`evener.comm.replica_plan`'s. A model of which all ranks together have one copy is `comm.sharded`'s.
 """
 
 from __future__ import annotations

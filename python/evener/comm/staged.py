@@ -6,11 +6,6 @@ in two rounds and takes twice as long. Here copy engines move the data, streams 
 host memory (`cuStreamWaitValue32`), and one thread of Rust keeps the network busy
 (`crates/staging`); a collective is enqueued whole, and nothing of Python runs until it is over.
 
-With EVENER_NET_ENGINE=xdp on all ranks, and a card that allows it, the pinned memory is that of the
-card's frames: the copy engines fill them and read them, and no processor of this process touches
-payload (`crates/staging/src/framing.rs`). Where a rank has none, payload is copied between slots
-and packets, and the log says so.
-
 The same exchange serves CPU tensors, where it blocks.
 """
 
@@ -36,12 +31,7 @@ class _Lane:
         gpu = device.type == "cuda"
         room = _SLOT * _SLOTS
         self.device = device
-        # Where slots may be frames these are a reserve: no page of it exists before it is used.
-        self._reserve = gpu and StagedExchange.has_frames()
-        self._registered = False
-        self._memory = torch.empty(
-            2 * room, dtype=torch.uint8, pin_memory=gpu and not self._reserve
-        )
+        self._memory = torch.empty(2 * room, dtype=torch.uint8, pin_memory=gpu)
         self._words = torch.zeros(StagedExchange.WORDS // 4, dtype=torch.int32, pin_memory=gpu)
         base = self._memory.data_ptr()
         self.exchange = StagedExchange(
@@ -53,16 +43,6 @@ class _Lane:
             self._streams = self.out.cuda_stream, self.back.cuda_stream
             with torch.cuda.device(device):
                 self.exchange.try_device(self.out.cuda_stream)
-
-    def connect(self, handles: Sequence[bytes], timeout: float) -> None:
-        every = list(handles)
-        if self._reserve and not self.exchange.agrees(every):
-            # Slots are memory after all: copies must not wait for the host.
-            start, size = self._memory.data_ptr(), self._memory.nbytes
-            with torch.cuda.device(self.device):
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(start, size, 0))
-            self._registered = True
-        self.exchange.connect(every, timeout)
 
     def run(self, parts: bool, received: torch.Tensor, payload: torch.Tensor, size: int) -> None:
         """`size`: bytes of what one rank has for another."""
@@ -78,9 +58,6 @@ class _Lane:
             # The streams run on, over the words and slots: they must live until they are done.
             self.out.synchronize()
             self.back.synchronize()
-            if self._registered:
-                self._registered = False
-                torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
 
 
 class StagedTransport:
@@ -137,15 +114,7 @@ class StagedTransport:
     def join(self, handles: Sequence[Sequence[bytes]], timeout: float) -> None:
         """Connects to all; `handles` by rank. RuntimeError where a rank does not come."""
         for place, lane in enumerate(self.lanes):
-            lane.connect([handle[place] for handle in handles], timeout)
-
-    def gathered(self) -> tuple[int, int] | None:
-        """Pieces taken out of a card's frames, and in how many copies; None: no frames."""
-        found = [lane.exchange.gathered() for lane in self.lanes]
-        if any(one is None for one in found):
-            return None
-        pieces, copies = (sum(one) for one in zip(*(one or [] for one in found), strict=True))
-        return pieces, copies
+            lane.exchange.connect([handle[place] for handle in handles], timeout)
 
     def check(self) -> None:
         """Raises CommError when the network has failed: what was received since is garbage."""
@@ -165,13 +134,6 @@ def _failed(why: str) -> CommError:
         f"the staged transport between nodes failed: {why}",
         "look at the log of the ranks that are gone; EVENER_OUTER=nccl goes without it",
     )
-
-
-def moved() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Payload in a card's frames so far, in bytes, each (sent, received): that no processor of this
-    process copied, and that one did. The last tenth of a second may be missing."""
-    (out, back), (copied_out, copied_in) = StagedExchange.moved()
-    return (out, back), (copied_out, copied_in)
 
 
 def unavailable(device: torch.device) -> str | None:

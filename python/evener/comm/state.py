@@ -180,7 +180,6 @@ class LossScale:
     def __init__(self, scaler: GradScaler | None = None) -> None:
         self.scaler = scaler
         self.given: float | None = None
-        self._skipped = False
         self._last: float | torch.Tensor | None = None
         self._watcher: Watcher | None = None
 
@@ -208,10 +207,6 @@ class LossScale:
         """Whether there is a scale to follow."""
         return self.scaler is not None or self.given is not None
 
-    def mark_skipped(self) -> None:
-        """The last step was not applied."""
-        self._skipped = True
-
     def _now(self) -> float | torch.Tensor:
         if self.scaler is None:
             return 1.0 if self.given is None else self.given
@@ -221,13 +216,11 @@ class LossScale:
 
     def change(self) -> ScaleChange | None:
         """What has changed since the last call; None at the first one, or where nothing scales."""
-        if not self.active and not self._skipped:
+        if not self.active:
             return None
         now, last = self._now(), self._last
-        self._last, skipped, self._skipped = now, self._skipped, False
-        if last is None:
-            return ScaleChange(1.0, skipped) if skipped else None
-        return ScaleChange(now / last, skipped or now < last)
+        self._last = now
+        return None if last is None else ScaleChange(now / last, now < last)
 
     def value(self) -> float:
         """The scale of what the residuals hold now."""

@@ -183,7 +183,7 @@ class Steps:
             if box[0] is not None:
                 self.reducer.resequence(box[0])
                 if self.reducer.communicators.rank == 0:
-                    logger.info("buckets leave in the order %s", " ".join(map(str, box[0])))
+                    logger.debug("buckets leave in the order %s", " ".join(map(str, box[0])))
 
     def _profiled(self, taken: list[Recorder]) -> StepProfile | None:
         """What these steps say together; None where the script went round the model's forward."""

@@ -21,7 +21,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from multiprocessing import util
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,6 @@ import torch.distributed as dist
 from evener.comm.errors import CommError
 from evener.comm.options import Options
 from evener.errors import EvenerError
-
-if TYPE_CHECKING:
-    from evener.comm.groups import Group
 
 logger = logging.getLogger("evener.comm")
 
@@ -44,6 +42,17 @@ _WARM, _TIMED = 2, 3
 # the own transport may still look half as fast as it is. So the library is taken only after this
 # many rounds, or once they have taken so long.
 _ROUNDS, _MOST_MS = 4, 2000.0
+
+
+class Members(Protocol):
+    """A communicator (`evener.comm.groups.Group`): this process is `rank` of its `size` ranks."""
+
+    @property
+    def handle(self) -> dist.ProcessGroup: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
 
 class Transport(Protocol):
@@ -120,8 +129,8 @@ def provider() -> Provider:
 
 
 def connect(
-    group: Group,
-    control: Group,
+    group: Members,
+    control: Members,
     device: torch.device,
     options: Options,
     *,
@@ -179,8 +188,8 @@ def _against(device: torch.device, options: Options, hosts: int, size: int) -> s
 
 
 def _decide(
-    group: Group,
-    control: Group,
+    group: Members,
+    control: Members,
     device: torch.device,
     options: Options,
     against: Sequence[str],
@@ -241,7 +250,7 @@ def _decide(
 
 
 def _time(
-    operation: Callable[[], object], device: torch.device, control: Group
+    operation: Callable[[], object], device: torch.device, control: Members
 ) -> tuple[float, str]:
     """Milliseconds of one call, best of a few, and what went wrong.
 
@@ -278,7 +287,7 @@ def _without(transport: Transport | None, library: str, reason: str) -> Carrier:
     return Carrier(library, reason)
 
 
-def _gather(control: Group, mine: Any) -> list[Any]:
+def _gather(control: Members, mine: Any) -> list[Any]:
     found: list[Any] = [None] * control.size
     dist.all_gather_object(found, mine, group=control.handle)
     return found
@@ -313,7 +322,9 @@ def lend(world: dist.ProcessGroup, key: object, make: Callable[[], Carrier]) -> 
             if world not in _OWNED:
                 owned: list[Transport] = []
                 _OWNED[world] = owned
-                weakref.finalize(world, _close, owned)  # it runs at the process's end too
+                end = weakref.finalize(world, _close, owned)  # it runs at the process's end too
+                # A child of multiprocessing skips what is registered with atexit.
+                util.Finalize(None, end, exitpriority=0)
             _OWNED[world].append(carrier.transport)
     return carrier
 

@@ -1,9 +1,9 @@
 """A digest of a function's code, and of what it calls: whether a check of an earlier process holds.
 
 Bytecode, constants, names, defaults, and values of closures and globals that are functions, classes
-or plain values, and theirs in turn. What belongs to Python or to torch is known by its version, and
-not looked into. For a module: its tree of classes, their methods, their plain attributes, and the
-shapes of its parameters.
+or plain values, and theirs in turn. What belongs to Python, torch or TensorFlow is known by its
+version, and not looked into. For a module: its tree of classes, their methods, their plain
+attributes, and the shapes of its parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import types
 from typing import Any
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
-_KNOWN = {"builtins", "torch", "numpy", *sys.stdlib_module_names}
+_KNOWN = {"builtins", "torch", "numpy", "tensorflow", "keras", *sys.stdlib_module_names}
 
 
 def digest(function: Any, module: Any, versions: str) -> str:

@@ -84,6 +84,10 @@ class Bucketed(ABC, Generic[Call]):
         if found is None:
             with self._lock:
                 if len(self._buckets) >= _SIGNATURES:
+                    self._say(
+                        f"it has {_SIGNATURES} kinds of calls, and runs as it is for others: "
+                        f"{signature[:200]}"
+                    )
                     return None
                 found = Buckets(self.options, self._saved.get(signature))
                 found = self._buckets.setdefault(signature, found)
@@ -107,11 +111,15 @@ class Bucketed(ABC, Generic[Call]):
         buckets.made(bucket, seconds, wrong)
         if wrong:
             buckets.stop(wrong)
-            if wrong not in self._told:
-                self._told.add(wrong)
-                logger.warning("compile: %s runs as it is: %s", self.name, wrong)
+            self._say(f"it runs as it is: {wrong}", once=wrong)
         else:
             info0("compile: %s for %d rows in %.2g s", self.name, bucket.edge, seconds)
+
+    def _say(self, text: str, once: str = "it has") -> None:
+        """Say a line; one for each `once`."""
+        if once not in self._told:
+            self._told.add(once)
+            logger.warning("compile: %s: %s", self.name, text)
 
     def wait(self) -> None:
         """Until what is compiled in the background is ready."""

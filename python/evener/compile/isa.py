@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from evener.base.log import info0
 from evener.compile import store
 
 _MARK = "_evener_remembers"
@@ -29,6 +30,7 @@ def remember() -> None:
         kind: Any = cpu_vec_isa.VecISA
         asks, fingerprint = kind.check_build, cpu_vec_isa._get_isa_dry_compile_fingerprint
     except (ImportError, AttributeError):
+        info0("compile: what this torch checks of the processor is checked in every process")
         return
     if hasattr(asks, _MARK):
         return

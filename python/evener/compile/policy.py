@@ -20,6 +20,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from evener.base.given import fields
 from evener.compile.buckets import choose, rounded
 from evener.errors import UsageError
 
@@ -28,6 +29,7 @@ _EVERY = 50  # after that, one call in 50 is timed
 _MARGIN = 0.6  # of the limit of padding, in a plan: sizes that were not seen pad more
 
 
+@fields
 @dataclass(frozen=True)
 class Options:
     """The numbers of the rules.

@@ -17,12 +17,11 @@ the call, because a second run in a thread would count; the check then puts all 
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import itertools
 import os
-import zlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,14 +33,15 @@ from tensorflow.python.eager import record as tape_record
 from tensorflow.python.framework import op_def_registry, ops
 
 from evener.base.log import logger
-from evener.compile import independence, store
+from evener.compile import branches, independence, store
+from evener.compile.code import digest
 from evener.compile.driver import Bucketed, WrongError
 from evener.compile.independence import Filling
 from evener.compile.policy import Options
 from evener.errors import UsageError
 
-# How many functions of a name this process has made.
-_made_before: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+# How many functions of a name and code this process has made.
+_made_before: Counter[str] = Counter()
 _PLAIN = (bool, int, float, str, type(None))
 _TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2}
 # Ops with a state that is a variable's, or that is none: by the beginning of their names.
@@ -134,8 +134,13 @@ class Function(Bucketed[_Call]):
         if record:
             keep()
         self._dim, self._mask = dim, mask
-        # XLA's cache takes functions of one name for the same, also after one is gone.
-        self._number = next(_made_before[name])
+        # XLA's cache of a process takes functions of one name for the same, also after one is gone.
+        # Names go by the code, so that the next process finds what this one compiled, whatever
+        # order it makes functions in. Of one code there may be several, with other tensors: they
+        # are numbered. Files of XLA's cache hold the program, so a wrong number finds nothing.
+        code = f"{name} {digest(function, None, tf.__version__)}"
+        self._code = f"{code} {_made_before[code]}"
+        _made_before[code] += 1
         self._whole = tf.function(function, reduce_retracing=True)
         self._made = tf.function(function, jit_compile=True)
         self._exact = tf.function(function)
@@ -151,9 +156,15 @@ class Function(Bucketed[_Call]):
         ]
         dim = self._dim
         if not tf.executing_eagerly():
+            why = "it is traced by another tf.function, and compiled as a part of that alone"
+            self._say(why, once=why)
             return self._plain(_Call(leaves, (args, kwargs), []))
-        size = next((x.shape[dim] for x in leaves if tf.is_tensor(x) and x.shape.rank > dim), 0)
+        sizes = [x.shape[dim] for x in leaves if tf.is_tensor(x) and x.shape.rank > dim]
+        size = sizes[0] if sizes else 0
         if not size:
+            if not sizes:
+                why = f"it runs as it is: no argument is a tensor with a dimension {dim}"
+                self._say(why, once=why)
             return self._plain(_Call(leaves, (args, kwargs), []))
         padded = [
             i
@@ -258,7 +269,7 @@ class Function(Bucketed[_Call]):
     def _traced(self, call: _Call, size: int, edge: int) -> Any:
         """The compiled form for `edge`, traced: the same trace that a call takes."""
         leaves, weights = self._fill(call, size, edge)
-        with _same_names(f"{self.name} {self._number} {self._signature(call)} {edge}"):
+        with _same_names(f"{self._code} {self._signature(call)} {edge}"):
             return self._call(self._made.get_concrete_function, leaves, call.structure, weights)
 
     def _quiet(self, call: _Call, size: int, edge: int) -> bool:
@@ -286,13 +297,19 @@ class Function(Bucketed[_Call]):
         most = min(size, edge - 1)  # at least one padded row
         short = self._first(call, most)
         concrete = self._traced(short, most, edge)
-        graph = concrete.graph.as_graph_def().SerializeToString(deterministic=True)
-        code = hashlib.sha256(graph).hexdigest()
+        graph = concrete.graph.as_graph_def()
+        branch = branches.on_values(graph, self._inputs(concrete, edge))
+        if branch:
+            raise WrongError(
+                f"{branch} branches on values of its rows, and padding may take the other branch: "
+                "use tf.where for each row"
+            )
+        code = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
         variables = [v for v in concrete.variables if v.dtype not in (tf.resource, tf.variant)]
         watched = list(concrete.trainable_variables)
         before = [tf.identity(v) for v in variables] if self._kind != "pure" else []
         try:
-            with _same_names(f"{self.name} {self._number} {self._signature(call)} {edge} run"):
+            with _same_names(f"{self._code} {self._signature(call)} {edge} run"):
                 if (
                     known is not None
                     and known["code"] == code
@@ -307,6 +324,11 @@ class Function(Bucketed[_Call]):
             _put(variables, before)
         self._cut[call.key, edge] = cut
         return {"code": code, "cut": cut, "proof": independence.PROOF}
+
+    def _inputs(self, concrete: Any, edge: int) -> list[str]:
+        """The nodes of the graph that stand for padded inputs."""
+        own = concrete.inputs[: len(concrete.inputs) - len(concrete.captured_inputs)]
+        return [x.op.name for x in own if x.shape.rank > self._dim and x.shape[self._dim] == edge]
 
     def _check(
         self,
@@ -450,7 +472,8 @@ def _same_names(key: str) -> Iterator[None]:
     TensorFlow puts a number that counts up into each name, and XLA's cache looks for the name. So
     the next process would find nothing. Here the numbers begin at one that follows from `key`.
     """
-    numbers = itertools.count(1_000_000 * (1 + zlib.crc32(key.encode())))
+    start = int.from_bytes(hashlib.sha256(key.encode()).digest()[:5], "little")
+    numbers = itertools.count(1_000_000 * (1 + start))
     before = ops.uid
     ops.uid = lambda: next(numbers)
     try:

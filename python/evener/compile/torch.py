@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from evener.compile import code, independence, isa, store
+from evener.compile.decisions import Decisions
 from evener.compile.driver import Bucketed, WrongError
 from evener.compile.independence import Filling
 from evener.compile.policy import Options
@@ -112,7 +113,7 @@ class Function(Bucketed[_Call]):
         # For each signature and edge: which outputs are cut.
         self._cut: dict[tuple[Hashable, int], list[bool]] = {}
         self._looked: set[str] = set()
-        self._changes = ""  # a buffer or an input that a call changes
+        self._refused = ""  # for what a call was seen to do
         self._code = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
@@ -131,10 +132,14 @@ class Function(Bucketed[_Call]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         dim = self._dim
-        size = next(
-            (x.shape[dim] for x in leaves if isinstance(x, torch.Tensor) and x.dim() > dim), 0
-        )
-        if size == 0 or torch.compiler.is_compiling():
+        sizes = [x.shape[dim] for x in leaves if isinstance(x, torch.Tensor) and x.dim() > dim]
+        size = sizes[0] if sizes else 0
+        if torch.compiler.is_compiling():
+            return self._function(*args, **self._masked(kwargs, size, size, leaves))
+        if size == 0:
+            if not sizes:
+                why = f"it runs as it is: no argument is a tensor with a dimension {dim}"
+                self._say(why, once=why)
             return self._function(*args, **self._masked(kwargs, size, size, leaves))
         padded = [
             i
@@ -239,22 +244,32 @@ class Function(Bucketed[_Call]):
 
     def _quiet(self, call: _Call, size: int, edge: int) -> bool:
         """Never: see the head of this file. Looks once per mode at what a call leaves behind."""
-        mode = str(self._module.training) if self._module is not None else ""
+        mode = self._mode()
         if mode not in self._looked:
             before = _random_state()
             call = self._kept(call)
             tensors = [x for x in call.leaves if isinstance(x, torch.Tensor)]
             versions = [x._version for x in tensors]
+            decisions = Decisions(call.leaves[i] for i in call.padded)
             # The call itself raises what the function raises; this look leaves nothing behind.
             with torch.no_grad(), self._restored() as changed, contextlib.suppress(Exception):
-                self._plain(call)
+                with decisions:
+                    self._plain(call)
                 self._looked.add(mode)
             _set_random_state(before)
+            if not changed and versions != [x._version for x in tensors]:
+                changed = ["an input"]
             if changed:
-                self._changes = changed[0]
-            elif versions != [x._version for x in tensors]:
-                self._changes = "an input"
+                self._refused = f"a call changes {changed[0]}: padded rows would count there"
+            elif decisions.found:
+                self._refused = (
+                    "a call decides by values of its rows (if, float() or item() of a tensor): "
+                    "padded rows would count there"
+                )
         return False
+
+    def _mode(self) -> str:
+        return str(self._module.training) if self._module is not None else ""
 
     def _kept(self, call: _Call) -> _Call:
         leaves = [
@@ -269,8 +284,10 @@ class Function(Bucketed[_Call]):
         self._code = self._code or code.digest(self._function, self._module, self._maker)
         if self._record:
             isa.remember()
-        if self._changes:
-            raise WrongError(f"a call changes {self._changes}: padded rows would count there")
+        if self._refused:
+            raise WrongError(self._refused)
+        if self._mode() not in self._looked:
+            raise WrongError("it raises where Evener looks at what a call leaves behind")
         call = self._kept(call)
         if edge < 2:
             raise WrongError("there is nothing to pad")

@@ -3,7 +3,8 @@
     model = DistributedDataParallel(model)
     model = evener.ddp.accelerate(model, optimizer)
 
-`line` is that line, `model` the class that it gives a model, `torch_reducer` DDP's own reducer for
+`line` is that line, `model` the class that it gives a model, `local` the one that averages weights
+every N steps instead of gradients in each, `torch_reducer` DDP's own reducer for
 where that is the fastest. `integrations` holds what frameworks need besides. `evener.door` comes in
 without a line. Names are loaded when they are used: frameworks look at `integrations` at every
 start, and torch should not be imported for that.
@@ -16,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evener.ddp.line import MODES, accelerate, refuse_unsupported
+    from evener.ddp.local import LocalDataParallel
     from evener.ddp.model import AcceleratedDataParallel, restore
 
 __all__ = [
     "MODES",
     "AcceleratedDataParallel",
+    "LocalDataParallel",
     "accelerate",
     "integrations",
     "refuse_unsupported",
@@ -30,6 +33,7 @@ __all__ = [
 _FROM = {
     "MODES": "line",
     "AcceleratedDataParallel": "model",
+    "LocalDataParallel": "local",
     "accelerate": "line",
     "refuse_unsupported": "line",
     "restore": "model",

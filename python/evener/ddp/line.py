@@ -10,14 +10,17 @@ buckets is given back.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel.distributed import DistributedDataParallel
 
-from evener.base import log, settings
+from evener.base import log, settings, torch_names
+from evener.base.given import given
 from evener.base.log import info0
 from evener.comm import forms, wires
 from evener.comm.agree import everyones
@@ -29,6 +32,7 @@ from evener.comm.planner.moments import look_at_moments
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
 from evener.comm.world.topology import Algorithm
+from evener.ddp.local import start
 from evener.ddp.model import AcceleratedDataParallel, replace_older, taken, wrap
 from evener.errors import UsageError
 
@@ -39,10 +43,14 @@ MODES = forms.names()
 _BUCKET_BYTES = 64 << 20
 
 
+@given
 def accelerate(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
+    every: int | None = None,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
     mode: str | None = None,
     floor: str | None = None,
     wire: str | None = None,
@@ -79,13 +87,21 @@ def accelerate(
     are the same. Only for optimizers that are known to update each entry on its own; for others,
     and for models whose use of parameters cannot be noticed, the log says why it is not done.
 
+    `every`: each rank trains by itself for this many steps; then the changes of the weights are
+    averaged, in the form of `mode` (with "auto": `floor`), and all go on from there. No gradient is
+    reduced: this is another algorithm than DDP's (docs/guide/slow-networks.md). Needs `optimizer`:
+    the model's, or a list of all that step it. EVENER_EVERY wins over it. `outer_lr`,
+    `outer_momentum`: of the step that the average makes; default 0.7 and 0.9, with top-k and low
+    rank 1 and 0. Then `model.evener` is an `evener.comm.rounds.Rounds`.
+
     For top-k: `warmup_steps`: come down to `ratio` from 25% within this many steps. `momentum`: of
     an SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then
     the velocity, so build the SGD without momentum, which is checked where `optimizer` is given.
     `scaler`: the GradScaler of FP16 training, whose changes of scale and skipped steps the
     residuals must follow.
 
-    `model.evener.state_dict()` is what a checkpoint needs to go on with error feedback.
+    `model.evener.state_dict()` is what a checkpoint needs to go on with error feedback, or in the
+    middle of local steps.
 
     Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
     """
@@ -101,6 +117,41 @@ def accelerate(
         )
     refuse_unsupported(model)
     log.begin(dist.get_rank())
+    if dist.get_rank() == 0:
+        torch_names.say_untried(logger)
+    local = _every(every)
+    if not local:
+        for name, value in (("outer_lr", outer_lr), ("outer_momentum", outer_momentum)):
+            if value is not None:
+                raise UsageError(f"{name}={value:g} is of local steps", "give every= too")
+        if isinstance(optimizer, Sequence):
+            raise UsageError(
+                f"accelerate() was given {len(optimizer)} optimizers", "give one, or give every="
+            )
+    else:
+        if mode == "auto":
+            mode, floor = floor or "bf16", None
+        if momentum or warmup_steps:
+            raise UsageError("momentum= and warmup_steps= are of gradients", "leave them out")
+        options = Options.of_mode(
+            mode,
+            floor,
+            wire,
+            algorithm=algorithm,
+            ratio=ratio,
+            bucket_bytes=_BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
+        )
+        # What comes over many rounds is a momentum already: `evener.comm.rounds`.
+        late = bool(forms.described(options.wire).late)
+        options = dataclasses.replace(
+            options,
+            every=local,
+            outer_lr=(1.0 if late else 0.7) if outer_lr is None else outer_lr,
+            outer_momentum=(0.0 if late else 0.9) if outer_momentum is None else outer_momentum,
+        )
+        several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        moved = start(model, [one for one in several if one is not None], options)
+        return moved if given is model else given  # type: ignore[return-value]
     if optimizer is not None:
         optimizer = innermost(optimizer)
     options = Options.of_mode(
@@ -150,6 +201,18 @@ def accelerate(
         reducer.drop()
         raise
     return wrapped if given is model else given  # type: ignore[return-value]
+
+
+def _every(argument: int | None) -> int:
+    """Steps per round, by the variable or the argument; 0: gradients are reduced in every step."""
+    if argument is not None and argument < 0:
+        raise UsageError(f"every={argument}", "give a number of steps, or 0 for none")
+    if settings.EVENER_EVERY.is_set():
+        found = settings.EVENER_EVERY.get()
+        if argument is not None and argument != found:
+            info0("every=%s is overruled by EVENER_EVERY: %s", argument, found)
+        return found
+    return argument or 0
 
 
 def _bucket_bytes(model: DistributedDataParallel) -> int:
@@ -214,10 +277,11 @@ def _overlap(
         why = "the ranks have different optimizers"
     if reducer.communicators.rank == 0 and any(kind for _, kind, _ in everyone):
         said = f"no, {why}" if why else f"yes, {kind} bucket by bucket"
-        logger.info("overlap across the step: %s", said)
+        logger.log(logging.INFO if why else logging.DEBUG, "overlap across the step: %s", said)
     return None if why or optimizer is None else StepOverlap(reducer, optimizer, module)
 
 
+@given
 def refuse_unsupported(model: DistributedDataParallel) -> None:
     unsupported = {
         "mixed_precision": getattr(model, "mixed_precision", None) is not None,

@@ -14,8 +14,10 @@ alone: through `model.module`, for a saliency map or a penalty, it adds to `p.gr
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +26,11 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import DistributedDataParallel, _find_tensors
 
+from evener.base.given import given
 from evener.comm import lookups
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
-from evener.ddp.torch_reducer import OwnReducer, make_reducer
+from evener.ddp.torch_reducer import TorchReducer, make_reducer
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.ddp")
@@ -57,7 +60,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
     evener: Reducer
     evener_steps: Steps
     _evener_modules: tuple[torch.nn.Module, ...]  # walking the tree takes longer, in every step
-    _evener_own: OwnReducer  # DDP's, for as long as a planner finds it the fastest
+    _evener_own: TorchReducer  # DDP's, for as long as a planner finds it the fastest
     _evener_plain: type[DistributedDataParallel]  # what it was
     _evener_release: Any  # detaches the reducer; it does so too when the model is dropped
     _evener_ended: bool  # another wrapper of its parameters was accelerated
@@ -152,6 +155,9 @@ class AcceleratedDataParallel(DistributedDataParallel):
         restore(self)
         return self.forward(*inputs, **kwargs)
 
+    def _leaves(self) -> None:
+        """It is to be plain again, on all ranks: whatever is not yet equal on them."""
+
     def _compiled(self) -> bool:
         """Whether a part of the model was compiled in place since `accelerate`."""
         overlap = self.evener_steps.overlap
@@ -205,6 +211,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """DDP's own measurements are not made."""
+        logger.info("DDP's own measurements are not made, at no sample rate: Evener reduces")
 
     def train(self, mode: bool = True) -> AcceleratedDataParallel:
         """As torch's; evaluation begins with all parameters up to date."""
@@ -311,33 +318,19 @@ class _StandIn:
 
 def wrap(model: DistributedDataParallel, reducer: Reducer, steps: Steps) -> AcceleratedDataParallel:
     """Have `model` reduced by `reducer`, conducted by `steps`. Its class becomes another one."""
-    logged = model._get_ddp_logging_data()
-    plain = type(model)
-    made: Any = AcceleratedDataParallel
-    if plain is not DistributedDataParallel:
-        made = type(f"Accelerated{plain.__name__}", (plain, AcceleratedDataParallel), {})
-    model.__class__ = made
-    accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
-    own = OwnReducer(accelerated)
+    own = TorchReducer(model)  # type: ignore[arg-type]
     if steps.planner is not None:
         steps.planner.library = own
-    release = weakref.finalize(accelerated, _release, reducer, steps, own)
-    release.atexit = False
-    # DDP's reducer is not asked any more: its hooks and its buckets, as large as the gradients, go.
-    stand_in = _StandIn(accelerated)
-    accelerated.__dict__.update(
-        reducer=stand_in,
-        logger=stand_in,
+    accelerated = become(
+        model,
+        AcceleratedDataParallel,
+        functools.partial(_release, reducer, steps, own),
         evener=reducer,
         evener_steps=steps,
         _evener_modules=tuple(model.module.modules()),
         _evener_own=own,
-        _evener_plain=plain,
-        _evener_release=release,
-        _evener_ended=False,
         _evener_expects=False,
         _evener_share=1.0,
-        _evener_logged=logged,
     )
     this = weakref.ref(accelerated)
 
@@ -346,17 +339,54 @@ def wrap(model: DistributedDataParallel, reducer: Reducer, steps: Steps) -> Acce
             model.backward_ended()
 
     reducer.arrivals.on_backward_end = ended
-    _LIVE.add(accelerated)
-    if (kept := _KEPT.pop(model.module, None)) is not None:
-        try:
-            reducer.load_state_dict(kept)
-        except UsageError as error:  # a checkpoint of another model
-            logger.warning("what was not sent yet is not taken over: %s", error.problem)
+    take_kept(accelerated)
     reducer.arrivals.active = False
     return accelerated
 
 
-def _release(reducer: Reducer, steps: Steps, own: OwnReducer) -> None:
+def become(
+    model: DistributedDataParallel,
+    kind: type[AcceleratedDataParallel],
+    release: Callable[[], None],
+    **own: Any,
+) -> AcceleratedDataParallel:
+    """Make `model` of class `kind`, with attributes `own`; `release` ends what works for it.
+
+    DDP's reducer is not asked any more: its hooks and its buckets, as large as the gradients, go.
+    """
+    logged = model._get_ddp_logging_data()
+    plain = type(model)
+    made: Any = kind
+    if plain is not DistributedDataParallel:
+        made = type(f"Accelerated{plain.__name__}", (plain, kind), {})
+    model.__class__ = made
+    accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
+    finalizer = weakref.finalize(accelerated, release)
+    finalizer.atexit = False
+    stand_in = _StandIn(accelerated)
+    accelerated.__dict__.update(
+        reducer=stand_in,
+        logger=stand_in,
+        _evener_plain=plain,
+        _evener_release=finalizer,
+        _evener_ended=False,
+        _evener_logged=logged,
+        **own,
+    )
+    _LIVE.add(accelerated)
+    return accelerated
+
+
+def take_kept(model: AcceleratedDataParallel) -> None:
+    """Go on with what a checkpoint held for this model before it was accelerated."""
+    if (kept := _KEPT.pop(model.module, None)) is not None:
+        try:
+            model.evener.load_state_dict(kept)
+        except UsageError as error:  # a checkpoint of another model
+            logger.warning("what was not sent yet is not taken over: %s", error.problem)
+
+
+def _release(reducer: Reducer, steps: Steps, own: TorchReducer) -> None:
     """The model is gone, or reduced by another reducer."""
     try:
         own.drop()
@@ -398,6 +428,7 @@ def replace_older(parameters: list[torch.nn.Parameter]) -> None:
             older._evener_ended = True
 
 
+@given
 def restore(model: DistributedDataParallel) -> DistributedDataParallel:
     """Make an accelerated model the DistributedDataParallel again that it was; returns it.
 
@@ -407,6 +438,8 @@ def restore(model: DistributedDataParallel) -> DistributedDataParallel:
         raise UsageError(
             f"restore() was given a {type(model).__name__}", "give what accelerate() returned"
         )
+    if not model._evener_ended:
+        model._leaves()
     model._evener_release()
     _LIVE.discard(model)
     parameters = model.evener.parameters

@@ -1,8 +1,8 @@
 """DDP's own reducer, given back to a model for as long as nothing else is faster.
 
-The planner tries DDP's own way and torch's 16-bit communication hooks beside its own choice
+The planner tries DDP's own way and torch's BF16 communication hook beside its own choice
 (`evener.comm.planner.ways`). To be as fast as these they are these: torch's C++ reducer with its
-C++ hooks, its buckets and, for a form of 16 bits, torch's own hook function. While it works,
+C++ hooks, its buckets and, for BF16, torch's own hook function. While it works,
 Evener's hooks and buffers are gone (`Reducer.rest`), so that the model needs the memory and the
 time of plain DDP; the planner goes on watching the step.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch._C._distributed_c10d import _register_comm_hook
@@ -23,11 +23,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from evener.comm.frozen import thawed
+from evener.comm.reducer import Reducer
+from evener.comm.steps import Steps
 
-if TYPE_CHECKING:
-    from evener.ddp.model import AcceleratedDataParallel
-
-_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+_HOOKS = {"bf16": default_hooks.bf16_compress_hook}
 
 
 def make_reducer(model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
@@ -41,10 +40,24 @@ def make_reducer(model: DistributedDataParallel, parameters: Sequence[torch.Tens
         model._ddp_init_helper(taken, sparse, names, model.static_graph)
 
 
-class OwnReducer:
+class Model(Protocol):
+    """What is used of `evener.ddp.model.AcceleratedDataParallel`."""
+
+    evener: Reducer
+    evener_steps: Steps
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    process_group: Any
+    reducer: Any
+    logger: Any
+    _has_rebuilt_buckets: bool
+
+
+class TorchReducer:
     """A model's own reducer: `evener.comm.planner.live.Library`. `on`: its form, or empty."""
 
-    def __init__(self, model: AcceleratedDataParallel) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)
         self._stand_in: Any = None
         self._logger: Any = None  # the C++ reducer knows it, and does not keep it
@@ -74,10 +87,6 @@ class OwnReducer:
             return "a gradient comes several times in a backward"
         return ""
 
-    def forms(self) -> tuple[str, ...]:
-        """In which it can send."""
-        return ("exact", *_HOOKS)
-
     def enter(self, form: str) -> None:
         """From the step that begins now on gradients are DDP's, in `form`. All ranks alike."""
         model = self._model()
@@ -87,10 +96,10 @@ class OwnReducer:
             self.leave()
         model.evener.rest()
         self._stand_in = model.__dict__["reducer"]
-        make_reducer(model, model.evener.parameters)
+        make_reducer(cast(DistributedDataParallel, model), model.evener.parameters)
         # DDP's logger makes the host wait for the device in each of a reducer's first ten steps.
         self._logger, model.__dict__["logger"] = model.logger, self._stand_in
-        if form in _HOOKS:
+        if form != "exact":
             _register_comm_hook(model.reducer, model.process_group, _HOOKS[form])
         with thawed(model.evener.parameters[:1]):
             self._node = torch.autograd.graph.get_gradient_edge(model.evener.parameters[0]).node

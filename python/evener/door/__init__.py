@@ -3,13 +3,14 @@
     EVENER_DDP=exact torchrun --nproc-per-node 4 train.py
 
 enter       how it gets into a process: a line that Python runs at its start waits for torch's DDP
+sharded     FSDP2: a look at each model that `fully_shard` was applied to (EVENER_FSDP)
 models      one follower a model: DDP's own steps first, then all ranks agree, then Evener
 optimizers  who steps a model's parameters, as torch's own hooks see it
 agree       the ranks' vote, by the store, with a time limit
 pace        how long steps take, before and after
 
 This door never raises and never hangs. What cannot be accelerated stays plain DDP, on all ranks
-alike, and one line says why. Nothing here is imported where EVENER_DDP is not set.
+alike, and one line says why. Nothing here is imported where neither variable is set.
 """
 
 __all__ = ["enter"]

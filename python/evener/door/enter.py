@@ -1,71 +1,96 @@
 """How the door gets into a process that imports nothing of Evener's.
 
 `evener.pth`, which the wheel puts beside the package, runs a line at the start of every Python; it
-comes here only where EVENER_DDP is set. `site/sitecustomize.py` does the same for a Python that has
-Evener on its path without an installation, and is what `evener launch --ddp` uses.
+comes here only where EVENER_DDP or EVENER_FSDP is set. `site/sitecustomize.py` does the same for a
+Python that has Evener on its path without an installation, and is what `evener launch --ddp` and
+`--fsdp` use.
 
 torch is not imported here: a process that never trains must not wait for it. A finder at the head
-of `sys.meta_path` waits for torch's module of DistributedDataParallel, and leaves when it came; one
-more waits for transformers' Trainer, whose checkpoints are to hold what compression has not sent.
+of `sys.meta_path` waits for torch's module of DistributedDataParallel, and leaves when it came;
+others wait for that of `fully_shard`, and for transformers' Trainer, whose checkpoints are to hold
+what compression has not sent. A program that ends without either model has asked in vain: rank 0
+says so, then.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import atexit
+import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from evener.base import imports
 from evener.errors import UsageError
 
 VARIABLE = "EVENER_DDP"
+SHARDED = "EVENER_FSDP"
 SITE = Path(__file__).parent / "site"
 _MODULE = "torch.nn.parallel.distributed"
 _TRAINER = "transformers.trainer"
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"
 _OFF = ("", "off")
-
-
-class _Finder:
-    """Finds a module as everybody does, and has the door look at it when it was run."""
-
-    def __init__(self, name: str, look: Callable[[Any], None]) -> None:
-        self.name, self._look = name, look
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            self._look(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+# Set in a rank's own environment, so that the processes which it starts know that they are not it.
+_WITHIN = "_EVENER_DOOR_WITHIN"
+_armed: list[bool] = []
+_met: set[str] = set()  # variables whose kind of model this process has run
 
 
 def arm() -> None:
-    """Wait for torch's DDP where EVENER_DDP asks for it. Once a process; never raises."""
-    if os.environ.get(VARIABLE, "").strip().lower() in _OFF:
+    """Wait for torch's DDP and FSDP2 where a variable asks for it. Once a process; never raises."""
+    if _armed:
         return
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
-    for name, look in ((_MODULE, _open), (_TRAINER, _keep_residuals)):
-        module = sys.modules.get(name)
-        if module is not None:
-            look(module)
-        else:
-            sys.meta_path.insert(0, _Finder(name, look))
+    _armed.append(True)
+    if _asked(VARIABLE):
+        imports.after(_MODULE, _open)
+        imports.after(_TRAINER, _keep_residuals)
+    if _asked(SHARDED):
+        imports.after(_FULLY_SHARD, _open_sharded)
+    if next((os.environ[name] for name in _RANKS if name in os.environ), "") == "0":
+        if _WITHIN not in os.environ:
+            atexit.register(_in_vain, os.getpid())
+        os.environ[_WITHIN] = "1"
+
+
+def _in_vain(process: int) -> None:
+    """The end of rank 0: say which variable had nothing to act on."""
+    if os.getpid() != process or hasattr(sys, "last_value"):
+        return  # forked from it, or ended by an error, which is to stand last
+    for variable, what in (
+        (VARIABLE, "the program ran no DistributedDataParallel"),
+        (SHARDED, "the program ran no model that fully_shard sharded"),
+    ):
+        by_hand = variable == VARIABLE and "evener.ddp.line" in sys.modules
+        if _asked(variable) and variable not in _met and not by_hand:
+            value = os.environ[variable]
+            sys.stderr.write(f"evener 0: {variable}={value} never took over: {what}\n")
+
+
+def _asked(variable: str) -> bool:
+    return os.environ.get(variable, "").strip().lower() not in _OFF
+
+
+def _open_sharded(module: Any) -> None:
+    """Stand around `fully_shard`, before the package that holds it takes the name."""
+    inner = module.fully_shard
+
+    @functools.wraps(inner)
+    def fully_shard(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inner
+        if not hasattr(inner, "_evener"):
+            try:
+                from evener.door import sharded
+
+                inner = sharded.around(inner, functools.partial(_met.add, SHARDED))
+            except Exception as error:  # noqa: BLE001 - a program that never asked must run
+                sys.stderr.write(f"evener: {SHARDED} has no effect: {error}\n")
+            inner._evener = True
+        return inner(*args, **kwargs)
+
+    module.fully_shard = fully_shard
 
 
 def _open(module: Any) -> None:
@@ -74,6 +99,7 @@ def _open(module: Any) -> None:
     inner = kind.forward
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        _met.add(VARIABLE)
         kind.forward = inner  # what stays, where the door cannot open
         try:
             from evener.door import models
@@ -97,19 +123,16 @@ def _keep_residuals(module: Any) -> None:
         sys.stderr.write(f"evener: the Trainer's checkpoints hold no residuals: {error}\n")
 
 
-def variables(env: Mapping[str, str], floor: str = "") -> dict[str, str]:
-    """What opens the door in a job whose environment is `env`: for `evener launch` and the lab.
+def variables(env: Mapping[str, str], floor: str = "", every: int = 0) -> dict[str, str]:
+    """What opens DDP's door in a job whose environment is `env`: for `evener launch` and the lab.
 
-    `floor`: the least exact form that may be sent; "" where nothing may be lost. A variable that is
-    set wins. Raises UsageError for a value that cannot be.
+    `floor`: the least exact form that may be sent; "" where nothing may be lost. `every`: steps
+    that each rank takes by itself; 0: none. A variable that is set wins. Raises UsageError for a
+    value that cannot be.
     """
     from evener.base import settings
 
-    given = settings.EVENER_DDP.get(env)
-    if settings.EVENER_DDP.is_set(env) and given == "off":
-        raise UsageError(
-            f"--ddp was given, and {VARIABLE} is off", f"leave one of them out, or unset {VARIABLE}"
-        )
+    given = _given(settings.EVENER_DDP, env, "--ddp")
     floor = settings.EVENER_FLOOR.get(env) or floor
     if floor:
         from evener.comm import forms
@@ -118,5 +141,38 @@ def variables(env: Mapping[str, str], floor: str = "") -> dict[str, str]:
     opened = {VARIABLE: given if given != "off" else "auto" if floor else "exact"}
     if floor and opened[VARIABLE] == "auto":
         opened[settings.EVENER_FLOOR.name] = floor
+    if settings.EVENER_EVERY.is_set(env):
+        every = settings.EVENER_EVERY.get(env)
+    if every:
+        opened[settings.EVENER_EVERY.name] = str(every)
+    return {**opened, **_path(env)}
+
+
+def require(ddp: bool, floor: str | None, every: int | None) -> None:
+    """Raise UsageError for options of `--ddp`'s that were given without it."""
+    for option, given in (("--floor", floor), ("--every", every)):
+        if given and not ddp:
+            raise UsageError(f"{option} {given} is for --ddp", "give --ddp too")
+
+
+def variables_sharded(env: Mapping[str, str]) -> dict[str, str]:
+    """What opens FSDP2's door; see `variables`."""
+    from evener.base import settings
+
+    given = _given(settings.EVENER_FSDP, env, "--fsdp")
+    return {SHARDED: given if given != "off" else "exact", **_path(env)}
+
+
+def _given(setting: Any, env: Mapping[str, str], option: str) -> str:
+    given: str = setting.get(env)
+    if setting.is_set(env) and given == "off":
+        raise UsageError(
+            f"{option} was given, and {setting.name} is off",
+            f"leave one of them out, or unset {setting.name}",
+        )
+    return given
+
+
+def _path(env: Mapping[str, str]) -> dict[str, str]:
     others = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(SITE)]
-    return {**opened, "PYTHONPATH": os.pathsep.join([str(SITE), *others])}
+    return {"PYTHONPATH": os.pathsep.join([str(SITE), *others])}

@@ -33,7 +33,7 @@ from evener.base import settings
 from evener.comm import forms
 from evener.door import optimizers
 from evener.door.agree import agree
-from evener.door.pace import Pace
+from evener.door.pace import Pace, compared
 from evener.errors import EvenerError, UsageError
 
 logger = logging.getLogger("evener.door")
@@ -54,6 +54,7 @@ def follow(kind: type[DistributedDataParallel]) -> None:
     """Follow every model of that class, from now on. Raises UsageError for a wrong variable."""
     global _forward
     settings.EVENER_DDP_PLAIN.get()
+    settings.EVENER_EVERY.get()
     if settings.EVENER_DDP.get() == "auto":
         if floor := settings.EVENER_FLOOR.get():
             forms.require(floor, settings.EVENER_FLOOR.name)
@@ -67,10 +68,12 @@ def _followed(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any
     """Instead of DistributedDataParallel.forward."""
     waits = self.__dict__.get(_MARK) is not True and "evener_steps" not in self.__dict__
     if waits and torch.is_grad_enabled() and _now(self):
-        from evener.ddp import AcceleratedDataParallel
+        from evener.ddp import AcceleratedDataParallel, LocalDataParallel
 
         # Not the model's own forward: a subclass of DDP may have called this one from there.
-        return AcceleratedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[arg-type]
+        local = isinstance(self, LocalDataParallel)
+        kind: Any = LocalDataParallel if local else AcceleratedDataParallel
+        return kind.forward(self, *inputs, **kwargs)
     return _forward(self, *inputs, **kwargs)
 
 
@@ -87,6 +90,8 @@ def _now(model: DistributedDataParallel) -> bool:
         return follower.forward_begins(model)
     except Exception as error:  # noqa: BLE001 - what is not accelerated must train on
         model.__dict__[_MARK] = True
+        if (left := _followers.get(model)) is not None:
+            left.decided = True
         logger.warning("EVENER_DDP: %s is left as it is: %s", _name(model), _one_line(error))
         return False
 
@@ -109,6 +114,9 @@ class Follower:
         self.before: Pace | None = None
         self.after: Pace | None = None
         self.used = ""
+        self.decided = False
+        self._model = weakref.ref(model)
+        _reports.append(self.report)
         stepped = weakref.WeakMethod(self.stepped)
         self._call = lambda optimizer: None if (call := stepped()) is None else call(optimizer)
         optimizers.listen(self._call)
@@ -129,10 +137,10 @@ class Follower:
 
     def forward_begins(self, model: DistributedDataParallel) -> bool:
         """Whether the model is Evener's from this forward on."""
-        wanted = settings.EVENER_DDP_PLAIN.get()
+        wanted = _plain_steps()
         between = self.apart or not any(p.grad is not None for p in model.parameters())
         # Whose optimizer is not torch's is never seen to step: then gradients say where a step is.
-        many = self.forwards >= 4 * wanted and not self.steps
+        many = self.forwards >= 4 * wanted and not self.steps and not settings.EVENER_EVERY.get()
         if between and (self.steps >= wanted or many):
             return self._decide(model)
         if self.before is None and self.steps >= min(_WARM, wanted - 1):
@@ -148,7 +156,7 @@ class Follower:
 
     def _decide(self, model: DistributedDataParallel) -> bool:
         optimizers.leave(self._call)
-        model.__dict__[_MARK] = True
+        model.__dict__[_MARK] = self.decided = True
         if self.before is not None:
             self.before.mark()
         # Counted by what all ranks of this group have in common: others may be in other groups too.
@@ -172,7 +180,6 @@ class Follower:
         self.after = Pace(self.device, _SETTLING * self.per_step)
         model.evener_steps.on_forward = self._mark_after  # type: ignore[union-attr]
         self._say_used(model)
-        _reports.append(self.report)
         return True
 
     def _accelerate(self, model: DistributedDataParallel) -> str:
@@ -190,10 +197,17 @@ class Follower:
                     self.name,
                     len(scalers),
                 )
-        floor = settings.EVENER_FLOOR.get() or None if wish == "auto" else None
+        floor = settings.EVENER_FLOOR.get() or None
+        if floor is not None and wish != "auto":
+            floor = None
+            if self.rank == 0:
+                logger.info("EVENER_FLOOR has no effect: %s goes %s", self.name, wish)
         scaler = scalers[0] if len(scalers) == 1 else None
+        optimizer: Any = self._optimizer()
+        if settings.EVENER_EVERY.get():
+            optimizer = list(self.optimizers)
         try:
-            accelerate(model, self._optimizer(), mode=wish, floor=floor, scaler=scaler)
+            accelerate(model, optimizer, mode=wish, floor=floor, scaler=scaler)
         except Exception as error:  # noqa: BLE001 - then it stays plain DDP, everywhere
             return _one_line(error)
         return ""
@@ -223,6 +237,8 @@ class Follower:
         if self.rank != 0:
             return
         kinds = ", ".join(sorted(type(o).__name__ for o in self.optimizers)) or "not seen"
+        if not settings.EVENER_EVERY.get() and self._optimizer() is None:
+            kinds += ", so steps do not overlap (that takes one, of this model's parameters alone)"
         logger.info(
             "EVENER_DDP=%s: %s goes on with Evener after %d steps of DDP's own; optimizer: %s",
             settings.EVENER_DDP.get(),
@@ -240,17 +256,21 @@ class Follower:
         self._describe = describe
 
     def report(self) -> str:
-        """One line: what was used, and how much faster than DDP it was."""
-        if self.rank != 0 or self.before is None or self.after is None:
-            return ""
-        own, of = self.before.step_ms(self.per_step)
-        ours, among = self.after.step_ms(self.per_step)
-        used = self._describe()
-        if not of or not among:
-            return f"{self.name}: {used}; too few steps to compare with DDP's own"
+        """One line: what was used and how it compares with DDP, or that it never took over."""
+        if self.rank != 0 or (self.decided and self.after is None):
+            return ""  # why not was said when it was decided
+        if "evener_steps" in getattr(self._model(), "__dict__", ()) and not self.decided:
+            return ""  # the script accelerated it itself
+        if not self.decided:
+            wanted = _plain_steps()
+            return (
+                f"{self.name}: plain DDP to the end: it took {self.steps} steps, and Evener takes "
+                f"over after {wanted} (EVENER_DDP_PLAIN)"
+            )
+        own = [] if self.before is None else self.before.laps_ms(self.per_step)
+        assert self.after is not None
         return (
-            f"{self.name}: {used}; DDP's own step took {own:.1f} ms (median of {of}), Evener's "
-            f"{ours:.1f} ms (median of {among}): {own / ours:.2f} times as fast"
+            f"{self.name}: {self._describe()}; {compared(own, self.after.laps_ms(self.per_step))}"
         )
 
 
@@ -272,6 +292,12 @@ def _refusal(model: DistributedDataParallel) -> str:
     if any(getattr(module, "sparse", False) is True for module in model.modules()):
         return "it has an embedding with sparse gradients"
     return ""
+
+
+def _plain_steps() -> int:
+    """How many steps DDP takes first: local steps need one, which shows the optimizers."""
+    setting = settings.EVENER_DDP_PLAIN
+    return 1 if settings.EVENER_EVERY.get() and not setting.is_set() else setting.get()
 
 
 def _watch_scalers() -> None:
@@ -307,7 +333,8 @@ def _at_end(process: int) -> None:
     for report in _reports:
         try:
             text = report()
-        except Exception:  # noqa: BLE001 - a device that is gone must not spoil the end
+        except Exception as error:  # noqa: BLE001 - a device that is gone must not spoil the end
+            logger.info("EVENER_DDP: no comparison with DDP's own steps: %s", _one_line(error))
             continue
         if text:
             logger.info("EVENER_DDP=%s: %s", settings.EVENER_DDP.get(), text)

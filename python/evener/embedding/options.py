@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from evener import _native
+from evener.base.given import fields, given
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Eviction(_Kind):
     """Which rows go."""
 
 
+@fields
 @dataclass(frozen=True)
 class Sgd(Optimizer):
     """`w -= lr (g + weight_decay w)`."""
@@ -49,6 +51,7 @@ class Sgd(Optimizer):
     weight_decay: float = 0.0
 
 
+@fields
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
     """`a += g^2; w -= lr g / (sqrt(a) + eps)`, as in PyTorch.
@@ -63,6 +66,55 @@ class Adagrad(Optimizer):
     weight_decay: float = 0.0
 
 
+@fields
+@dataclass(frozen=True)
+class RowWiseAdagrad(Optimizer):
+    """Adagrad with one sum for a row: `s += mean(g^2); w -= lr g / (sqrt(s) + eps)`, as in FBGEMM.
+
+    `weight_decay` times the weights is added to the gradient, or with `decoupled` the weights decay
+    by `lr * weight_decay` (FBGEMM's modes L2 and DECOUPLE).
+    """
+
+    kind: ClassVar[str] = "row_wise_adagrad"
+    lr: float = 1e-2
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = False
+
+
+@fields
+@dataclass(frozen=True)
+class PartialRowWiseAdam(Optimizer):
+    """Adam with one second moment for a row, the mean of its squared gradients, as in FBGEMM.
+
+    Weights decay by `lr * weight_decay`. A row that is not seen does not change.
+    """
+
+    kind: ClassVar[str] = "partial_row_wise_adam"
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@fields
+@dataclass(frozen=True)
+class Lamb(Optimizer):
+    """LAMB (You et al., 2020) with a row as a layer: AdamW's step, scaled to the row's length.
+
+    Where the row or the step is 0 it is not scaled. A row that is not seen does not change.
+    """
+
+    kind: ClassVar[str] = "lamb"
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-6
+    weight_decay: float = 0.0
+
+
+@fields
 @dataclass(frozen=True)
 class Adam(Optimizer):
     """Adam; moments of a row decay in steps in which it is not seen, its weights rest in them.
@@ -80,6 +132,7 @@ class Adam(Optimizer):
     weight_decay: float = 0.0
 
 
+@fields
 @dataclass(frozen=True)
 class LazyAdam(Optimizer):
     """Adam in which a row that is not seen does not change (`torch.optim.SparseAdam`)."""
@@ -91,6 +144,7 @@ class LazyAdam(Optimizer):
     eps: float = 1e-8
 
 
+@fields
 @dataclass(frozen=True)
 class AdamW(Optimizer):
     """Adam with decoupled decay; a row that is not seen does not change.
@@ -107,6 +161,7 @@ class AdamW(Optimizer):
     weight_decay: float = 1e-2
 
 
+@fields
 @dataclass(frozen=True)
 class Ftrl(Optimizer):
     """FTRL-proximal as TensorFlow writes it."""
@@ -120,6 +175,7 @@ class Ftrl(Optimizer):
     beta: float = 0.0
 
 
+@fields
 @dataclass(frozen=True)
 class GroupAdam(Optimizer):
     """Adam with a sparse group lasso: rows whose linear term is small become zero."""
@@ -134,6 +190,7 @@ class GroupAdam(Optimizer):
     l21: float = 0.0
 
 
+@fields
 @dataclass(frozen=True)
 class GroupFtrl(Optimizer):
     """FTRL with a sparse group lasso."""
@@ -147,6 +204,7 @@ class GroupFtrl(Optimizer):
     beta: float = 0.0
 
 
+@fields
 @dataclass(frozen=True)
 class Zeros(Init):
     """0."""
@@ -154,6 +212,7 @@ class Zeros(Init):
     kind: ClassVar[str] = "zeros"
 
 
+@fields
 @dataclass(frozen=True)
 class Constant(Init):
     """The same everywhere."""
@@ -162,6 +221,7 @@ class Constant(Init):
     value: float = 0.0
 
 
+@fields
 @dataclass(frozen=True)
 class Uniform(Init):
     """Uniform between `low` and `high`."""
@@ -171,6 +231,7 @@ class Uniform(Init):
     high: float = 0.05
 
 
+@fields
 @dataclass(frozen=True)
 class Normal(Init):
     """Normal."""
@@ -180,6 +241,7 @@ class Normal(Init):
     std: float = 0.05
 
 
+@fields
 @dataclass(frozen=True)
 class TruncatedNormal(Init):
     """Normal, cut at two deviations."""
@@ -189,6 +251,7 @@ class TruncatedNormal(Init):
     std: float = 0.05
 
 
+@fields
 @dataclass(frozen=True)
 class Counter(Admission):
     """A key that was looked up `count` times, itself included, counted exactly."""
@@ -197,6 +260,7 @@ class Counter(Admission):
     count: int = 4
 
 
+@fields
 @dataclass(frozen=True)
 class Bloom(Admission):
     """A key that was looked up `count` times by a counting Bloom filter for `capacity` keys.
@@ -210,6 +274,7 @@ class Bloom(Admission):
     false_positives: float = 0.01
 
 
+@fields
 @dataclass(frozen=True)
 class Probability(Admission):
     """With probability `p` each time, drawn from (seed, key, step)."""
@@ -218,6 +283,7 @@ class Probability(Admission):
     p: float = 0.1
 
 
+@fields
 @dataclass(frozen=True)
 class Ttl(Eviction):
     """Rows that no step updated for more than `steps` steps go."""
@@ -226,6 +292,7 @@ class Ttl(Eviction):
     steps: int = 100_000
 
 
+@fields
 @dataclass(frozen=True)
 class Lru(Eviction):
     """The longest not updated go, down to `rows`."""
@@ -234,6 +301,7 @@ class Lru(Eviction):
     rows: int = 1_000_000
 
 
+@fields
 @dataclass(frozen=True)
 class Lfu(Eviction):
     """The least often updated go, down to `rows`."""
@@ -242,6 +310,7 @@ class Lfu(Eviction):
     rows: int = 1_000_000
 
 
+@fields
 @dataclass(frozen=True)
 class L2(Eviction):
     """Rows whose values have a Euclidean norm below `norm` go."""
@@ -250,6 +319,7 @@ class L2(Eviction):
     norm: float = 1e-3
 
 
+@fields
 @dataclass(frozen=True)
 class SsdTier:
     """`rows` rows stay in memory; the others, seldom used, are in a file in the folder `path`.
@@ -262,6 +332,7 @@ class SsdTier:
     rows: int
 
 
+@fields
 @dataclass(frozen=True)
 class Options:
     """What a store is made with.
@@ -336,7 +407,8 @@ def _choice(name: str, base: type[_Kind], given: dict[str, Any]) -> _Kind | None
     return kinds[kind](**fields)
 
 
+@given
 def slots(options: Options | dict[str, Any]) -> int:
-    """Float32 values that the optimizer keeps beside each value of a row."""
+    """Float32 values that the optimizer keeps for a row, beside its own."""
     chosen = options if isinstance(options, Options) else Options.from_dict(options)
     return _native.embedding_slots(chosen.to_json())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evener import _native
+from evener.base.given import given
 from evener.embedding.options import Optimizer, Options
 from evener.errors import UsageError
 
@@ -99,6 +100,7 @@ def names() -> list[str]:
     return _native.embedding_names()
 
 
+@given
 def forget(name: str) -> bool:
     """Takes a name away; the store goes with its last holder."""
     return _native.embedding_forget(name)
@@ -341,7 +343,7 @@ class Store:
 
     @property
     def slots(self) -> int:
-        """Float32 values that the optimizer keeps beside each value."""
+        """Float32 values that the optimizer keeps for a row, beside its own."""
         return _native.embedding_slots(self.options.to_json())
 
     def take_rows(
@@ -349,12 +351,12 @@ class Store:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Whole rows, for whoever keeps them for a while (a cache on a GPU).
 
-        Gives rows float32 [n, dim * (1 + slots)], values (widened) and then slots; frequencies and
+        Gives rows float32 [n, dim + slots], values (widened) and then slots; frequencies and
         versions int64 [n]; admitted uint8 [n]. Keys without a row get one as in `lookup`. `out` is
         room for the rows, such as pinned memory.
         """
         ids = _array(keys, "keys", np.int64).reshape(-1)
-        rows = _output(out, (ids.size, self.dim * (1 + self.slots)), np.float32, "out")
+        rows = _output(out, (ids.size, self.dim + self.slots), np.float32, "out")
         frequencies, versions = np.empty(ids.size, np.uint32), np.empty(ids.size, np.uint32)
         admitted = np.empty(ids.size, np.uint8)
         self._native.take_rows(
@@ -373,12 +375,12 @@ class Store:
         """Write whole rows as `take_rows` gave them; rows that are not there are made."""
         ids = _array(keys, "keys", np.int64).reshape(-1)
         array = _array(rows, "rows", np.float32)
-        width = self.dim * (1 + self.slots)
+        width = self.dim + self.slots
         if array.shape != (ids.size, width):
             raise UsageError(f"rows have shape {list(array.shape)}", f"pass [{ids.size}, {width}]")
         counts = []
-        for what, given in (("frequencies", frequencies), ("versions", versions)):
-            count = _array(given, what, np.int64).reshape(-1)
+        for what, each in (("frequencies", frequencies), ("versions", versions)):
+            count = _array(each, what, np.int64).reshape(-1)
             if count.size != ids.size or (count < 0).any() or (count >= _STEPS).any():
                 raise UsageError(f"{what} do not fit", f"pass {ids.size} numbers below {_STEPS}")
             counts.append(count.astype(np.uint32))
@@ -392,12 +394,12 @@ class Store:
         )
 
     def export_rows(self, chunk: int = 65_536) -> Iterator[Rows]:
-        """Every row once, values and slots: `values` [n, dim * (1 + slots)], n at most `chunk`.
+        """Every row once, values and slots: `values` [n, dim + slots], n at most `chunk`.
 
         Each shard is read at one instant. While others insert or remove, rows of shards that were
         not read yet may come or go; `snapshot` is of one instant.
         """
-        width = self.dim * (1 + self.slots)
+        width = self.dim + self.slots
         for shard in range(self.options.shards):
             keys, rows, frequencies, versions = self._native.export_shard(shard)
             whole = Rows(

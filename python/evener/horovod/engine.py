@@ -25,8 +25,7 @@ import itertools
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -36,14 +35,17 @@ import torch.distributed as dist
 
 from evener._native import Answer, Negotiator
 from evener.base import settings
-from evener.base.log import logger
+from evener.base.log import info0, logger
 from evener.comm.world import contact, rendezvous
 from evener.comm.world.ranks import Ranks
 from evener.comm.world.world import World
 from evener.horovod import dtypes, kinds
 from evener.horovod.common.exceptions import HorovodInternalError
+from evener.horovod.entry import Entry, Handle, Set
+from evener.horovod.executor import Executor
 from evener.horovod.steps import Steps
 from evener.horovod.timeline import Timeline
+from evener.watch import inside
 
 # A larger step is not frozen: what agreement costs is nothing beside its data.
 _FROZEN_BYTES = 1 << 20
@@ -74,64 +76,6 @@ def _end_served(seconds: float) -> bool:
     return bool(_SERVING)
 
 
-class Handle:
-    """What `synchronize` waits for. `value` and `error` are set before the lock opens."""
-
-    __slots__ = ("error", "lock", "value")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.lock.acquire()
-        self.value: Any = None
-        self.error: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        return not self.lock.locked()
-
-    def finish(self, value: Any, error: BaseException | None = None) -> None:
-        if self.lock.locked():
-            self.value, self.error = value, error
-            self.lock.release()
-
-
-@dataclass(slots=True)
-class Entry:
-    """One operation of one rank.
-
-    inputs: detached, contiguous. outputs: where the results go; None where the executor makes them.
-    finish(outputs, answer): what the handle gives; without it, result. The other fields are the
-    request's, see `crates/negotiate/src/wire.rs`.
-    """
-
-    kind: int
-    name: str
-    inputs: Sequence[torch.Tensor] = ()
-    outputs: Sequence[torch.Tensor] | None = None
-    set: int = 0
-    op: int = 0
-    root: int = 0
-    factors: tuple[float, float] = (1.0, 1.0)
-    splits: Sequence[int] = ()
-    labels: Sequence[str] = ()
-    finish: Callable[[list[torch.Tensor], Answer], Any] | None = None
-    result: Any = None
-    ready: Any = None
-    # Its caller launches it, so it goes into the caller's stream.
-    here: bool = False
-    handle: Handle | None = None
-
-
-@dataclass
-class Set:
-    """A process set: its global ranks in order, this process's place, its groups."""
-
-    ranks: list[int]
-    place: int | None
-    cpu: dist.ProcessGroup | None
-    cuda: dist.ProcessGroup | None
-
-
 class Engine:
     """The negotiator, the thread and the groups, from `hvd.init()` to `hvd.shutdown()`."""
 
@@ -143,8 +87,6 @@ class Engine:
         process_sets: Sequence[Sequence[int]] = (),
     ) -> None:
         """Collective over the world's ranks. timeout: seconds a collective may wait."""
-        from evener.horovod.executor import Executor
-
         self._ranks, self._world, self._timeout = ranks, world, timeout
         self.limit = timedelta(seconds=timeout)
         self.groups: dict[tuple[int, ...], Set] = {}
@@ -177,6 +119,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._counters: dict[str, itertools.count[int]] = {}
         self._entries: dict[tuple[int, str], Entry] = {}
+        inside.waits("horovod", lambda: [name for _, name in list(self._entries)])
         self._lock = threading.Lock()
         self._broken: HorovodInternalError | None = None
         self._closing = False
@@ -240,7 +183,8 @@ class Engine:
         finally:
             path.unlink(missing_ok=True)
         if any(told):
-            logger.debug("frozen schedules share no memory: %s", next(t for t in told if t))
+            why = next(t for t in told if t)
+            info0("operations that repeat take longer, because ranks share no memory: %s", why)
             return False
         self._negotiator.use_gate()
         return True
@@ -321,6 +265,9 @@ class Engine:
             self._entries[key] = entry
             number = next(self._numbers)
             self._handles[number] = handle
+        if (ring := inside.writer) is not None:
+            elements = entry.inputs[0].numel() if entry.inputs else -1
+            ring.mark(entry.name[-24:], "horovod", number, elements)
         return number
 
     def quick(

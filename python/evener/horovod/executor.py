@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch._utils import _unflatten_dense_tensors
 
+from evener._native import Answer
 from evener.horovod import dtypes, kinds
 from evener.horovod.adasum import adasum
 from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum
-
-if TYPE_CHECKING:
-    from evener._native import Answer
-    from evener.horovod.engine import Engine, Entry, Set
+from evener.horovod.entry import Entry, Set
+from evener.horovod.timeline import Timeline
 
 _OPS = {
     Average: dist.ReduceOp.SUM,
@@ -52,6 +51,16 @@ _PACKED = 32 << 20
 
 # Fusion buffers of up to this many bytes are kept, 16 at most.
 _KEPT = 1 << 20
+
+
+class Engine(Protocol):
+    """What is used of `evener.horovod.engine.Engine`."""
+
+    sets: dict[int, Set]
+    join_device: int
+    timeline: Timeline
+
+    def make_set(self, ranks: list[int]) -> Set: ...
 
 
 class Executor:

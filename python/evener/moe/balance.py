@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from evener.base.given import given
 from evener.errors import UsageError
 from evener.moe.layer import Experts
 from evener.moe.parallel import Parallel
@@ -18,6 +19,7 @@ logger = logging.getLogger("evener.moe")
 _GAIN = 0.05  # of the most loaded rank's load: for less nothing is moved
 
 
+@given
 @torch.no_grad()
 def balance(model: nn.Module, rate: float = 1e-3) -> None:
     """Balance experts without an auxiliary loss: call it after each optimizer step. Collective.
@@ -76,6 +78,7 @@ def _most(load: list[float], held: list[int], ranks: int) -> float:
     return max(sum(load[e] for e in held[r * each :][:each]) for r in range(ranks))
 
 
+@given
 @torch.no_grad()
 def rebalance(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Move spread experts so that ranks have even loads, and how many moved. Collective.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from evener.base.given import given
 from evener.errors import UsageError
 from evener.moe.layer import Experts, MoE
 from evener.moe.spread import spread
@@ -67,6 +68,7 @@ def _checked(name: str, module: Any) -> Experts:
     return made.train(module.training)
 
 
+@given
 def convert(
     model: nn.Module, ep: int = 1, *, capacity: float | None = None, **options: Any
 ) -> nn.Module:

@@ -7,21 +7,19 @@ of parameters, so it stands in a block of transformers as well (`convert`).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from evener.base.given import given
 from evener.errors import UsageError
 from evener.moe import core, permute
 from evener.moe.gate import Activation
+from evener.moe.parallel import Parallel
 from evener.moe.positions import Positions
 from evener.moe.router import Router, Score, load_balancing_loss
 from evener.moe.turns import part
-
-if TYPE_CHECKING:
-    from evener.moe.parallel import Parallel
 
 
 class Experts(nn.Module):
@@ -32,6 +30,7 @@ class Experts(nn.Module):
     drops nothing.
     """
 
+    @given
     def __init__(
         self, width: int, inner: int, experts: int, activation: Activation = functional.silu,
         capacity: float | None = None,
@@ -100,6 +99,7 @@ class Experts(nn.Module):
 class SharedExpert(nn.Module):
     """The expert that every token takes: down(act(gate x) * up x)."""
 
+    @given
     def __init__(self, width: int, inner: int, activation: Activation = functional.silu) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(width, inner, bias=False)
@@ -121,6 +121,7 @@ class MoE(nn.Module):
     balance without it (`evener.moe.balance`).
     """
 
+    @given
     def __init__(
         self, width: int, inner: int, experts: int, top_k: int, *, shared: int = 0,
         score: Score = "softmax", normalize: bool = True, scale: float = 1.0, groups: int = 1,

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,20 @@ from evener.moe.route import Counts, Ranks, Trip, Way, count
 from evener.moe.turns import hand_over, part
 from evener.moe.wire import Wire
 
-if TYPE_CHECKING:
-    from evener.moe.layer import Experts
-
 logger = logging.getLogger("evener.moe")
 CHUNKS = (1, 2, 4)  # the numbers that `chunks="auto"` tries
+
+
+class Held(Protocol):
+    """This rank's experts: what is used of `evener.moe.layer.Experts`."""
+
+    training: bool
+    load: torch.Tensor
+    activation: Activation
+    gate_up_proj: torch.nn.Parameter
+    down_proj: torch.nn.Parameter
+
+    def note(self, at: Positions, experts: torch.Tensor | None = None) -> None: ...
 
 
 class MoEError(watch.RankError):
@@ -285,7 +294,7 @@ class Parallel:
         return own
 
     def __call__(
-        self, layer: Experts, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor,
+        self, layer: Held, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor,
         limit: int | None,
     ) -> torch.Tensor:  # fmt: skip
         shared = self.shared
@@ -321,7 +330,7 @@ class Parallel:
             logger.info("experts %s: %d chunks (%s)", self.name, shared.chunks, said)
 
     def _pass(
-        self, name: str, layer: Experts, x: torch.Tensor, experts: torch.Tensor,
+        self, name: str, layer: Held, x: torch.Tensor, experts: torch.Tensor,
         weights: torch.Tensor, limit: int | None,
     ) -> torch.Tensor:  # fmt: skip
         shared, road = self.shared, self.shared.road()

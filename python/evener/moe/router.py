@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from evener.base.given import given
 from evener.errors import UsageError
 
 Score = Literal["softmax", "sigmoid"]
@@ -37,13 +38,12 @@ class Router(nn.Module):
 
     e_score_correction_bias: torch.Tensor | None
 
+    @given
     def __init__(
         self, width: int, experts: int, top_k: int, score: Score = "softmax",
         normalize: bool = True, scale: float = 1.0, groups: int = 1, top_groups: int = 1,
     ) -> None:  # fmt: skip
         super().__init__()
-        if score not in ("softmax", "sigmoid"):
-            raise UsageError(f"score={score!r} is not known", "choose softmax or sigmoid")
         if not 1 <= top_k <= experts:
             raise UsageError(f"top_k={top_k} of {experts} experts", "choose 1 to all of them")
         if groups < 1 or experts % groups:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from evener.base.given import given
 from evener.comm import total_norm
 from evener.comm.watch import Watch
 from evener.comm.world.topology import host_identity, nodes_of
@@ -36,6 +37,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
     return ((name, m) for name, m in model.named_modules() if isinstance(m, Experts))
 
 
+@given
 def spread(
     model: nn.Module, ep: int, *, route: str = "auto", chunks: int | str = 2,
     dispatch: Form = "exact", mean: bool = True,
@@ -112,6 +114,7 @@ def spread(
     return model
 
 
+@given
 def interleave(module: nn.Module, parts: int = 2) -> nn.Module:
     """Let parts of each batch take turns in `module`, in place: while the tokens of one travel,
     another computes. Collective over all ranks; after `spread` or `convert(ep=...)`.
@@ -247,6 +250,7 @@ def _of_parameters(model: nn.Module) -> dict[int, tuple[str, Experts | None]]:
     return {id(p): (name, owners.get(id(p))) for name, p in model.named_parameters()}
 
 
+@given
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's state by the parameters' names, with all experts. Collective.
 
@@ -270,6 +274,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {"states": states, "groups": groups}
 
 
+@given
 def load_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
@@ -308,6 +313,7 @@ def _alike(value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
+@given
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
     """Average the gradients of spread experts over their replicas, after backward. Collective.
@@ -324,6 +330,7 @@ def average_gradients(model: nn.Module) -> None:
             matrix.grad /= dist.get_world_size(group)
 
 
+@given
 @torch.no_grad()
 def clip_gradients(model: nn.Module, most: float) -> torch.Tensor:
     """torch's clip_grad_norm_ for a model with spread experts: the norm of all of it. Collective.

@@ -5,8 +5,9 @@ plan = evener.pipeline.plan(model, example, stages=4, memory="24GB")
 
 from evener.pipeline import report
 from evener.pipeline.api import auto
-from evener.pipeline.capture import Captured, Example, capture
+from evener.pipeline.capture import Captured, capture
 from evener.pipeline.checkpoint import weights
+from evener.pipeline.example import Example
 from evener.pipeline.faults import PipelineError
 from evener.pipeline.plan import NoFitError, Plan, Planned, network, plan, planned
 from evener.pipeline.profile import Profile, Rates, estimate, measure, probe

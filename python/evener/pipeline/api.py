@@ -13,6 +13,7 @@ the machine, and plans; all ranks cut by its plan.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,21 +23,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from evener.base.given import given
 from evener.base.log import logger
 from evener.comm import forms
 from evener.comm.world.topology import host_identity
 from evener.errors import EvenerError, UsageError
 from evener.pipeline import links, torch_names
 from evener.pipeline import tensor as divided
-from evener.pipeline.capture import Captured, Example, capture, place_of
+from evener.pipeline.capture import Captured, capture, place_of
+from evener.pipeline.example import Example
 from evener.pipeline.plan import Plan, Planned, digest, planned
+from evener.pipeline.put_back import quiet_random
 from evener.pipeline.replicas import Replicas
 from evener.pipeline.running import Pipeline, Weights
-from evener.pipeline.synthetic import quiet_random
-from evener.pipeline.verify import verify
+from evener.pipeline.verify import refuse_mixing, verify
 from evener.pipeline.weigh import Weighing, agreed
 
 
+@given
 def auto(
     model: nn.Module,
     example: Any,
@@ -66,8 +70,10 @@ def auto(
     models of transformers bring. gradients: the form in which they cross between replicas, one of
     comm's (`fp16`, `int8`, ...). average: "batch": loss and gradients are those of the whole batch;
     a microbatch counts by its rows, or by its labels that are not ignored, or fully where the loss
-    is a sum; refused where no such weights exist (negatives inside the batch). "microbatches": the
-    plain mean of the microbatches' losses, as gradient accumulation has it. device: this rank's;
+    is a sum; refused where no such weights exist (negatives inside the batch), and where the
+    forward moves a buffer once per call (a counter, a running mean; batch norm's may be those of
+    microbatches). "microbatches": the plain mean of the microbatches' losses, and buffers that move
+    with each microbatch, as gradient accumulation has it. device: this rank's;
     default: its GPU, or the CPU. weights: for a model on the meta device, a function from a
     parameter's name and shape (a meta tensor) to its values. plan: one that was made before; else
     rank 0 measures and makes one with the remaining arguments (`memory`, `schedule`,
@@ -88,12 +94,22 @@ def auto(
     if average not in ("batch", "microbatches"):
         raise UsageError(f"average={average!r} is not known", "give 'batch' or 'microbatches'")
     replicas = Replicas.of(mesh, group)
+    if tensor is not None and replicas.tensor is None:
+        raise UsageError(
+            "tensor= says how parameters are divided, and the mesh has no dimension for it",
+            "give mesh= a dimension named 'tensor', or leave tensor= out",
+        )
     group = replicas.pipeline
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     stages = given.pop("stages", size)
     if stages != size:
         raise UsageError(
             f"stages={stages}, and the group has {size} ranks", "give stages as many as ranks"
+        )
+    if plan is not None and given:
+        raise UsageError(
+            f"{', '.join(sorted(given))}: the plan that is given has made these choices",
+            "leave them out, or leave out plan= to make another",
         )
     place = torch.device(device) if device is not None else _own_device()
     chosen: Any = [None]
@@ -144,6 +160,12 @@ def auto(
     weighing, evaluates = _verified(model, loss, captured, plan, call, average, replicas)
     if rank == 0 and replicas.first:
         logger.info("pipeline: %s", replicas.said(plan))
+        if plan.estimated:
+            logger.warning(
+                "pipeline: %d operations could not be timed, and are reckoned from their bytes: %s",
+                len(plan.estimated),
+                ", ".join(plan.estimated[:5]),
+            )
     sharding = None
     if replicas.tensor is not None:
         sharding = divided.Sharding(replicas.tensor, divided.plan_of(model, tensor))
@@ -164,11 +186,16 @@ def _verified(
     if dist.get_rank(replicas.pipeline) == 0:
         try:
             _has_parameters(captured, plan)
-            seen = verify(model, loss, captured, plan.cuts, call.resized(plan.rows))
+            both = call.resized(2 * plan.rows) if plan.microbatches > 1 else None
+            seen = verify(model, loss, captured, plan.cuts, call.resized(plan.rows), both,
+                          whole_batches=average == "batch")  # fmt: skip
             weighing = Weighing("mean")
             if average == "batch":
                 weighing = agreed(captured, call, [plan.rows] * plan.microbatches,
                                   place_of(model))  # fmt: skip
+                if both is not None:
+                    refuse_mixing(model, loss, captured, both,
+                                  functools.partial(weighing.shares, captured))  # fmt: skip
             told = weighing.kind, seen.evaluates, None
         except Exception as error:  # noqa: BLE001 - every rank raises it
             told = "", "", _as_known(error, "the first rank cannot compare stages and model")

@@ -25,7 +25,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -34,8 +34,12 @@ from torch import fx, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from evener.base.given import given
 from evener.base.log import logger
 from evener.errors import UsageError
+from evener.pipeline.example import Example, Tensor, check_same, leaf_of
+from evener.pipeline.operations import Under, is_op, is_random, root_of, target_of, written_by
+from evener.pipeline.put_back import as_it_was
 
 _DROPPED = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -46,62 +50,6 @@ _DROPPED = {
 
 
 _PREFIX = "model."  # what `Trained` puts before the model's own names
-
-
-@dataclass(frozen=True)
-class Example:
-    """One call of the model. Tensors may be on the meta device: only shapes are looked at."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    target: Any = None
-
-    @classmethod
-    def of(cls, given: Any, target: Any = None) -> Example:
-        """From what a user writes: a tensor, a tuple of arguments, a mapping of named ones."""
-        if isinstance(given, Example):
-            return given
-        if isinstance(given, torch.Tensor):
-            return cls((given,), {}, target)
-        if isinstance(given, Mapping):
-            return cls((), dict(given), target)
-        if isinstance(given, tuple | list):
-            return cls(tuple(given), {}, target)
-        raise UsageError(
-            f"an example of type {type(given).__name__} is not known",
-            "give a tensor, a tuple of arguments, or a dict of named arguments",
-        )
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in pytree.tree_leaves(self) if isinstance(leaf, torch.Tensor)]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the batch: the first dimension of the first tensor that has one."""
-        for tensor in self.tensors():
-            if tensor.dim():
-                return int(tensor.shape[0])
-        raise UsageError("the example has no tensor with a batch", "give one batch of inputs")
-
-    def resized(self, rows: int) -> Example:
-        """The same with another number of rows, values repeated. `rows`: at least 1."""
-        had = self.rows
-
-        def fit(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != had:
-                return leaf
-            return leaf.repeat(-(-rows // had), *[1] * (leaf.dim() - 1))[:rows]
-
-        found: Example = pytree.tree_map(fit, self)
-        return found
-
-
-pytree.register_pytree_node(
-    Example,
-    lambda e: ([e.args, e.kwargs, e.target], None),
-    lambda children, _: Example(*children),
-    serialized_type_name="evener.pipeline.Example",
-)
 
 
 @dataclass
@@ -165,7 +113,7 @@ class Captured:
         given = [
             torch.empty((rows if split else leaf.shape[0], *leaf.shape[1:])
                         if leaf.shape else (), dtype=leaf.dtype, device="meta")
-            if isinstance(leaf, _Tensor) else leaf
+            if isinstance(leaf, Tensor) else leaf
             for leaf, split in zip(self.leaves, self.split, strict=True)
         ]  # fmt: skip
         try:
@@ -213,100 +161,10 @@ class Captured:
         rows = example.rows
         for name, leaf, known, split in zip(self.where, leaves, self.leaves, self.split,
                                             strict=True):  # fmt: skip
-            _same(name, leaf, known, split, rows)
+            check_same(name, leaf, known, split, rows)
         return leaves
 
     _names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """What a call's tensor must be like."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"a tensor of shape {self.shape} and {self.dtype}"
-
-
-def _leaf(value: Any) -> Any:
-    return _Tensor(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
-
-
-def _same(name: str, given: Any, known: Any, split: bool, rows: int) -> None:
-    """Raises UsageError for a value that the captured operations were not made with."""
-    now = _leaf(given)
-    if isinstance(known, _Tensor):
-        wanted = _Tensor((rows, *known.shape[1:]), known.dtype) if split else known
-        if now != wanted:
-            raise UsageError(
-                f"{name} is {now if isinstance(now, _Tensor) else repr(now)}, and was captured as "
-                f"{wanted}",
-                "give what the example had, but for the rows of the batch; pad to one length, or "
-                "make a pipeline for each",
-            )
-        if given.requires_grad:
-            raise UsageError(f"{name} requires a gradient, which stays in the pipeline",
-                             "give it detached, or make it a parameter of the model")  # fmt: skip
-    elif type(now) is not type(known) or not _equal(now, known):
-        raise UsageError(
-            f"{name}={now!r} was captured as {known!r}, which is a constant in the pipeline",
-            "give what changes as a tensor, or make a pipeline for each value",
-        )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other) or (one != one and other != other)
-    except Exception:  # noqa: BLE001 - then only the same object is known to be equal
-        return one is other
-
-
-class Under:
-    """An operation of a region under autocast, no_grad or enable_grad, run under it."""
-
-    def __init__(
-        self,
-        target: Callable[..., Any],
-        autocast: tuple[str, torch.dtype | None, bool] | None = None,
-        grad: bool | None = None,
-    ) -> None:
-        self.target, self.autocast, self.grad = target, autocast, grad
-        self.__name__ = str(getattr(target, "__name__", target)).replace(".", "_")
-        self.__module__ = __name__
-
-    def __str__(self) -> str:
-        autocast = f" under autocast{self.autocast}" if self.autocast else ""
-        return f"{self.target}{autocast}" + ("" if self.grad is None else f" grad={self.grad}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            if self.autocast is not None:
-                device, dtype, enabled = self.autocast
-                # Without the cache: it would hold a cast across operations that other stages run.
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-            if self.grad is False or (self.grad and torch.is_grad_enabled()):
-                stack.enter_context(torch.set_grad_enabled(self.grad))
-            return self.target(*args, **kwargs)
-
-
-def target_of(node: fx.Node) -> Any:
-    """The operation that a node runs, whatever it runs under."""
-    found: Any = node.target
-    while isinstance(found, Under):
-        found = found.target
-    return found
-
-
-def without_grad(node: fx.Node) -> bool:
-    """Whether an operation runs under no_grad."""
-    found: Any = node.target
-    while isinstance(found, Under):
-        if found.grad is not None:
-            return not found.grad
-        found = found.target
-    return False
 
 
 class Trained(nn.Module):
@@ -334,34 +192,6 @@ def _tracing() -> bool:
     return torch.compiler.is_exporting()
 
 
-@contextlib.contextmanager
-def as_it_was(*modules: Any, buffers: bool = True) -> Iterator[None]:
-    """Put back what a call changes in modules: attributes, lists and dicts, and modes.
-
-    Values of buffers that are written in place are not looked at. `buffers`: whether one that is
-    another tensor now is put back.
-    """
-    every = [m for one in modules if isinstance(one, nn.Module) for m in one.modules()]
-    leave = set() if buffers else {"_buffers", "_parameters"}
-    before = [(m, dict(m.__dict__), {k: v.copy() for k, v in m.__dict__.items()
-                                     if isinstance(v, dict | list | set) and k not in leave})
-              for m in every]  # fmt: skip
-    try:
-        yield
-    finally:
-        for module, attributes, held in before:
-            for name in set(module.__dict__) - set(attributes):
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-            for name, was in held.items():
-                now = attributes[name]
-                if isinstance(now, list):
-                    now[:] = was
-                else:
-                    now.clear()
-                    now.update(was)
-
-
 def _own_loss(output: Any) -> torch.Tensor:
     """The loss that a model returns: a scalar, or `loss` in a mapping. Raises UsageError."""
     found = output.get("loss") if isinstance(output, Mapping) else output
@@ -381,6 +211,7 @@ def _said(output: Any) -> str:
     return type(output).__name__
 
 
+@given
 def capture(
     model: nn.Module,
     example: Any,
@@ -429,7 +260,7 @@ def capture(
     _sizes_of_inputs(graph, inputs, batch_of)
     _gather_getitems(graph)
     free = _free(graph, module)
-    ops = [node for node in graph.nodes if _is_op(node) and node not in free]
+    ops = [node for node in graph.nodes if is_op(node) and node not in free]
     if not ops:
         raise UsageError("the loss depends on no parameter", "give a model that can be trained")
     given = (call.args, call.kwargs, call.target)
@@ -448,7 +279,7 @@ def capture(
         rows=rows,
         batch=batch_of,
         split=split,
-        leaves=[_leaf(value) for value in leaves],
+        leaves=[leaf_of(value) for value in leaves],
         where=[_written(path) for path, _ in pytree.tree_flatten_with_path(given)[0]],
         guards=guards,
         tied=tied,
@@ -621,7 +452,11 @@ def _export(whole: Trained, call: Example) -> tuple[Any, tuple[Any, ...]]:
             first = error
     try:
         with _no_hooks():
-            return torch.export.export(whole, given, strict=False), ()
+            program = torch.export.export(whole, given, strict=False)
+        if first is not None:
+            logger.info("pipeline: the model was captured for %d row(s) a microbatch alone: %s",
+                        rows, str(first).strip().split("\n")[0][:200])  # fmt: skip
+        return program, ()
     except UsageError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever stops it is said
@@ -676,10 +511,6 @@ def _names(module: fx.GraphModule) -> tuple[dict[str, str], list[tuple[str, ...]
     return {short[name]: short[first] for name, first in aliases.items()}, tied
 
 
-def _is_op(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method", "call_module")
-
-
 def _eliminate(graph: fx.Graph) -> None:
     """Dead code goes; what writes in place stays only where something reads what it writes to."""
     writers: dict[fx.Node, list[fx.Node]] = {}
@@ -704,50 +535,6 @@ def _eliminate(graph: fx.Graph) -> None:
 
 def _writes_state(node: fx.Node) -> bool:
     return any(root_of(written).op == "get_attr" for written in written_by(node))
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operation writes to in place."""
-    target = target_of(node)
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        return []
-    found = []
-    for at, argument in enumerate(target._schema.arguments):
-        info = argument.alias_info
-        if info is None or not info.is_write:
-            continue
-        value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
-        found += [x for x in pytree.tree_leaves(value) if isinstance(x, fx.Node)]
-    return found
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """The node whose memory this one shares: through views, and through writes in place."""
-    while node.op == "call_function":
-        if node.target is operator.getitem:
-            inner = node.args[0]
-            if not isinstance(inner, fx.Node) or not _is_view(inner):
-                return node
-            node = inner
-            continue
-        if not _is_view(node) or not node.all_input_nodes:
-            return node
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _is_view(node: fx.Node) -> bool:
-    target = target_of(node)
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        return False
-    schema = target._schema
-    return any(one.alias_info is not None for one in schema.returns) or target in (
-        torch.ops.aten.reshape.default,
-        torch.ops.aten.contiguous.default,
-        torch.ops.aten.to.dtype,
-        torch.ops.aten.to.dtype_layout,
-        torch.ops.aten.flatten.using_ints,
-    )
 
 
 def _sizes_of_inputs(graph: fx.Graph, inputs: list[fx.Node], batch: tuple[Any, ...]) -> None:
@@ -780,20 +567,6 @@ def _gather_getitems(graph: fx.Graph) -> None:
             node.append(taker)
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether an operation draws random numbers (dropout, attention with dropout)."""
-    target = target_of(node)
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    name = target._schema.name
-    if name in ("aten::dropout", "aten::dropout_", "aten::feature_dropout", "aten::alpha_dropout"):
-        return bool(node.args[1]) and bool(node.args[2])
-    if name == "aten::scaled_dot_product_attention":
-        given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(given)
-    return torch.Tag.nondeterministic_seeded in target.tags
-
-
 def _free(graph: fx.Graph, module: fx.GraphModule) -> set[fx.Node]:
     """Nodes that depend on inputs and buffers alone, and on no chance and no writing."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -805,7 +578,7 @@ def _free(graph: fx.Graph, module: fx.GraphModule) -> set[fx.Node]:
         elif node.op == "get_attr":
             if node.target not in parameters and node not in written:
                 free.add(node)
-        elif (_is_op(node) and all(one in free or _is_module(one, module)
+        elif (is_op(node) and all(one in free or _is_module(one, module)
                                    for one in node.all_input_nodes)
               and not is_random(node) and not written_by(node)
               and root_of(node) not in written and node is not graph.output_node()):  # fmt: skip

@@ -24,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from evener.base.given import given
 from evener.errors import UsageError
 from evener.pipeline.tensor import like
 
@@ -181,6 +182,7 @@ def named_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict
     return {"states": states, "groups": groups}
 
 
+@given
 def weights(folder: str | Path) -> dict[str, torch.Tensor]:
     """All weights of a checkpoint: `model.load_state_dict(pipeline.weights(folder))`."""
     return State(Path(folder)).tensors()

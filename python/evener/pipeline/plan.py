@@ -20,10 +20,13 @@ import torch
 from torch import fx, nn
 
 from evener.base import units
+from evener.base.given import given
 from evener.errors import EvenerError, UsageError
 from evener.pipeline import profile as profiles
 from evener.pipeline import schedules, search, wire
-from evener.pipeline.capture import Captured, Example, capture, root_of, written_by
+from evener.pipeline.capture import Captured, capture
+from evener.pipeline.example import Example
+from evener.pipeline.operations import root_of, written_by
 from evener.pipeline.profile import Profile, Rates
 from evener.pipeline.search import Costs, Device, Found, Setting
 from evener.pipeline.simulate import Link, Mark, Network, StageCost
@@ -196,10 +199,10 @@ class Options:
         else:
             sizes = list(self.memory)
         speeds = list(self.speeds or [1.0] * self.ranks)
-        for what, given in (("memory", sizes), ("speeds", speeds)):
-            if len(given) != self.ranks:
+        for what, values in (("memory", sizes), ("speeds", speeds)):
+            if len(values) != self.ranks:
                 raise UsageError(
-                    f"{what} of {len(given)} ranks is given for {self.ranks}",
+                    f"{what} of {len(values)} ranks is given for {self.ranks}",
                     "give one value, or one per rank",
                 )
         if any(speed <= 0 for speed in speeds):
@@ -218,6 +221,7 @@ def _bytes(size: Any) -> float:
     return float(size)
 
 
+@given
 def network(inside: str = "", between: str = "", per_node: int = 0) -> Network:
     """Links from rates as people write them: `network("100GB/s", "25gbit", per_node=8)`."""
     made = Network(per_node=per_node)
@@ -237,11 +241,13 @@ class Planned:
     profile: Profile
 
 
+@given
 def plan(model: nn.Module, example: Any, **given: Any) -> Plan:
     """Plan a pipeline for `model`; see `planned` for the arguments."""
     return planned(model, example, **given).plan
 
 
+@given
 def planned(
     model: nn.Module,
     example: Any,

@@ -21,10 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from evener.base.given import given
 from evener.base.log import logger
 from evener.pipeline import pieces
-from evener.pipeline.capture import Captured, root_of
-from evener.pipeline.synthetic import Operation, differentiable, quiet_random
+from evener.pipeline.capture import Captured
+from evener.pipeline.operations import root_of
+from evener.pipeline.put_back import quiet_random
+from evener.pipeline.synthetic import Operation, differentiable
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -78,6 +81,7 @@ class Profile:
         return np.asarray(np.maximum(array[0] + slope * (rows - low), 0.0))
 
 
+@given
 def measure(captured: Captured, rows: Sequence[int], device: torch.device | str) -> Profile:
     """Time every distinct operation on `device` for microbatches of `rows` (one or two numbers)."""
     place = torch.device(device)
@@ -129,6 +133,7 @@ def _correct(
                 array[at, part] *= factor
 
 
+@given
 def estimate(captured: Captured, rows: Sequence[int], rates: Rates) -> Profile:
     """As `measure`, from rates and without running anything."""
     known: dict[Hashable, Times] = {}
@@ -249,6 +254,7 @@ def _clock(function: Callable[[], object], device: torch.device) -> float:
     return statistics.median(found)
 
 
+@given
 def probe(device: torch.device | str) -> Rates:
     """Rates of a device, measured: a matrix product and a copy."""
     place = torch.device(device)

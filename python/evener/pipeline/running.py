@@ -26,7 +26,8 @@ from evener.comm import total_norm
 from evener.errors import UsageError
 from evener.pipeline import checkpoint, report, schedules
 from evener.pipeline import tensor as divided
-from evener.pipeline.capture import Captured, Example, autocast_now
+from evener.pipeline.capture import Captured, autocast_now
+from evener.pipeline.example import Example
 from evener.pipeline.faults import PipelineError, Watch
 from evener.pipeline.gradients import Gradients
 from evener.pipeline.plan import Plan

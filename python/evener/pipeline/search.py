@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from evener.pipeline import schedules
 from evener.pipeline.capture import Captured
@@ -288,20 +287,6 @@ def largest(costs: Costs) -> float:
     return float(np.max(np.diff(total)))
 
 
-def most_even(costs: Costs, setting: Setting) -> float:
-    """The smallest imbalance that any cuts of this model give, whatever they send.
-
-    Above `largest` over the mean where pieces do not add up to equal stages.
-    """
-    time, moved, allowed = _tables(costs, setting)
-    nothing = [np.zeros_like(seconds) for seconds in moved]
-    bound = _smallest_bound(time, nothing, allowed)
-    return bound / (float(costs.total().sum()) / setting.stages)
-
-
-# --- What people cut by hand -------------------------------------------------------------------
-
-
 def _segments(captured: Captured) -> list[tuple[str, int]]:
     """(block, first operation) of each run of operations of one block, or of none."""
     found: list[tuple[str, int]] = []
@@ -363,10 +348,3 @@ def _valid(costs: Costs, cuts: list[int]) -> list[int] | None:
         return None
     found = [int(inner[np.argmin(np.abs(inner - cut))]) for cut in cuts]
     return found if len(set(found)) == len(found) else None
-
-
-def parameter_bytes(captured: Captured) -> int:
-    return sum(
-        p.numel() * p.element_size() for p in captured.module.parameters()
-        if isinstance(p, torch.nn.Parameter)
-    )  # fmt: skip

@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from evener.base.given import given
 from evener.pipeline import schedules
 from evener.pipeline.schedules import Action
 
@@ -93,6 +94,7 @@ class Simulated:
         return 1 - sum(self.busy) / (len(self.busy) * self.step) if self.step else 0.0
 
 
+@given
 def simulate(
     schedule: str,
     stages: Sequence[StageCost],

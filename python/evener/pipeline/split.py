@@ -22,8 +22,9 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from evener.errors import UsageError
-from evener.pipeline.capture import Captured, Under, is_random, target_of, without_grad
+from evener.pipeline.capture import Captured
 from evener.pipeline.cuts import crossing_at, crossings
+from evener.pipeline.operations import Under, is_random, target_of, without_grad
 
 
 @dataclass

@@ -141,6 +141,8 @@ class Stage(PipelineStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Take gradients from a stage on this rank; what has none stays without."""
+        if not self.has_backward:  # an evaluation, for which the order is that of training
+            return
         for info, tensor in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs,
                                 strict=False):  # fmt: skip
             info.buffer = tensor

@@ -11,7 +11,6 @@ evenly where they say where groups end, and zero elsewhere, which is an index in
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from evener.pipeline.capture import Captured, is_random, root_of, written_by
+from evener.pipeline.capture import Captured
+from evener.pipeline.operations import is_random, root_of, written_by
 
 
 @dataclass(frozen=True)
@@ -246,11 +246,3 @@ def _attribute(module: nn.Module, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
-
-
-@contextlib.contextmanager
-def quiet_random(device: torch.device) -> Any:
-    """Leave the state of random numbers as it was."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield

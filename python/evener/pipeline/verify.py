@@ -5,6 +5,11 @@ one's own, a hook), what it counts, and what it takes for a constant, a trace do
 model runs one microbatch as it is, forward and backward, and so do the stages, one after the other
 in this process, with the same chance. Loss, gradients and buffers must be equal but for rounding.
 
+A batch goes through a pipeline as microbatches. A buffer that counts calls, or averages over them,
+then moves more often than in plain training. So two microbatches must leave the buffers as one
+batch of both does. Batch norm may differ: its statistics are those of a microbatch, as under
+gradient accumulation.
+
 A model on the meta device has no values. It is looked at for functions of its own alone.
 """
 
@@ -22,13 +27,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evener.errors import UsageError
-from evener.pipeline.capture import Captured, Example, Trained, as_it_was, place_of
+from evener.pipeline.capture import Captured, Trained, place_of
+from evener.pipeline.example import Example
+from evener.pipeline.operations import root_of, written_by
+from evener.pipeline.put_back import as_it_was, quiet_random, values_kept
 from evener.pipeline.split import Draw, Split, attribute
-from evener.pipeline.synthetic import quiet_random
 
 Loss = Callable[[Any, Any], torch.Tensor] | None
 
 _SEED = 1234
+_ALIKE = 5e-3
 
 
 @dataclass
@@ -48,17 +56,31 @@ class Verified:
 
 
 def verify(
-    model: nn.Module, loss: Loss, captured: Captured, cuts: list[int], call: Example
+    model: nn.Module,
+    loss: Loss,
+    captured: Captured,
+    cuts: list[int],
+    call: Example,
+    both: Example | None = None,
+    whole_batches: bool = True,
 ) -> Verified:
-    """Compare on `call`, one microbatch. Raises UsageError that names what cannot be carried."""
+    """Compare on `call`, one microbatch. Raises UsageError that names what cannot be carried.
+
+    both: this microbatch and one more; None: a batch is one microbatch. whole_batches: whether the
+    result is to be that of whole batches.
+    """
     whole = Trained(model, loss)
     place = place_of(model)
-    call = pytree.tree_map(lambda x: x.to(place) if isinstance(x, torch.Tensor) else x, call)
-    given = (call.args, call.kwargs, call.target)
+    call, both = pytree.tree_map(
+        lambda x: x.to(place) if isinstance(x, torch.Tensor) else x, (call, both)
+    )
+    given = _given(call)
     with quiet_random(place):
         if any(t.is_meta for t in (*whole.parameters(), *whole.buffers())):
             with as_it_was(whole), contextlib.suppress(NotImplementedError):
                 _refuse_functions(whole(*given))
+            if both is not None and whole_batches:
+                _refuse_counting(_written(captured, whole))
             return Verified(_static(captured))
         staged = _Staged(captured, cuts, whole, place)
         try:
@@ -81,8 +103,14 @@ def verify(
                     "keep the forward free of what a trace does not see: counters, caches, hooks, "
                     "branches on values; train it with evener.zero or FSDP2 otherwise",
                 )
+        if both is not None and whole_batches:
+            _refuse_counting(_counting(whole, eager[0].buffers, call, both))
         del eager, stages
-        return Verified(_evaluates(whole, given, staged, call))
+        return Verified(_evaluates(whole, given, staged, call, several=both is not None))
+
+
+def _given(call: Example) -> tuple[Any, ...]:
+    return call.args, call.kwargs, call.target
 
 
 # --- The model as it is ---------------------------------------------------------------------------
@@ -91,7 +119,7 @@ def verify(
 def _eager(whole: Trained, given: tuple[Any, ...]) -> Iterator[Pass]:
     """Two calls, the second without gradients: what a model counts shows in it."""
     trained = {n: p for n, p in whole.named_parameters() if p.requires_grad}
-    with as_it_was(whole), _values_kept(whole):
+    with as_it_was(whole), values_kept(whole):
         for k in range(2):
             torch.manual_seed(_SEED + k)
             with torch.set_grad_enabled(k == 0):
@@ -111,25 +139,6 @@ def _gradients(value: torch.Tensor, of: Mapping[str, torch.Tensor]) -> dict[str,
         for name, g in zip(of, found, strict=True)
         if g is not None
     }
-
-
-@contextlib.contextmanager
-def _values_kept(*modules: nn.Module) -> Iterator[None]:
-    """Put back the values of buffers, and of parameters that a forward writes to."""
-    tensors = {id(t): t for m in modules for t in m.buffers()}
-    versions = [(p, p._version) for m in modules for p in m.parameters()]
-    before = {key: t.detach().clone() for key, t in tensors.items()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for key, tensor in tensors.items():
-                tensor.copy_(before[key])
-        if any(p._version != version for p, version in versions):
-            raise UsageError(
-                "the forward writes to its own parameters (an embedding with max_norm does)",
-                "do it after optimizer.step(), or make what is written a buffer",
-            )
 
 
 def _refuse_functions(value: torch.Tensor) -> None:
@@ -175,7 +184,7 @@ class _Staged:
 
     def run(self, call: Example, passes: int, grad: bool = True) -> Iterator[Pass]:
         leaves = dict(zip(self.split.input_names, self.captured.flatten(call), strict=True))
-        with as_it_was(*self.modules), _values_kept(self.whole, *self.modules):
+        with as_it_was(*self.modules), values_kept(self.whole, *self.modules):
             for k in range(passes):
                 torch.manual_seed(_SEED + k)
                 with torch.set_grad_enabled(grad and k == 0):
@@ -207,6 +216,113 @@ class _Staged:
             used = name.partition(" ")[2]
             found[used] = found[used] + gradient if used in found else gradient
         return found
+
+
+# --- Buffers that count calls ---------------------------------------------------------------------
+
+
+def _counting(
+    whole: Trained, after: Mapping[str, torch.Tensor], call: Example, both: Example
+) -> str:
+    """A buffer that two microbatches leave otherwise than one batch of both; "": none.
+    `after`: the buffers after one microbatch."""
+    norms = tuple(f"{name}." for name, module in whole.named_modules() if _is_batch_norm(module))
+    moved = [
+        name
+        for name, buffer in whole.named_buffers()
+        if not name.startswith(norms) and not _same(buffer, after.get(name))
+    ]
+    if not moved:
+        return ""
+    found = []
+    for calls in ([call, both.part(call.rows, both.rows)], [both]):
+        with as_it_was(whole), values_kept(whole), torch.no_grad():
+            torch.manual_seed(_SEED)
+            try:
+                for one in calls:
+                    whole(*_given(one))
+            except Exception:  # noqa: BLE001 - a model may take one number of rows alone
+                return moved[0]
+            found.append({n: b.detach().clone() for n, b in whole.named_buffers()})
+    several, once = found
+    for name in moved:
+        if name not in several or name not in once or not _close(once[name], several[name], 1e-4):
+            return name
+    return ""
+
+
+def _written(captured: Captured, whole: Trained) -> str:
+    """A buffer that an operation writes, beside batch norm's; "": none."""
+    for node in captured.ops:
+        for one in written_by(node):
+            root, name = root_of(one), str(root_of(one).target)
+            owner = name.rpartition(".")[0]
+            if root.op == "get_attr" and not _is_batch_norm(whole.get_submodule(owner)):
+                return name
+    return ""
+
+
+def _refuse_counting(name: str) -> None:
+    if name:
+        raise UsageError(
+            f"the buffer {name.removeprefix('model.')} would move once per microbatch, and in "
+            "plain training it moves once per batch",
+            "give average='microbatches' to train as gradient accumulation does, or "
+            "microbatches=1, or write the buffer outside of the forward",
+        )
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    if other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+# --- Losses of a batch ----------------------------------------------------------------------------
+
+
+def refuse_mixing(
+    model: nn.Module,
+    loss: Loss,
+    captured: Captured,
+    both: Example,
+    shares: Callable[[list[list[Any]], list[int]], list[Any]],
+) -> None:
+    """Raises UsageError where two microbatches' losses do not make that of one batch of both.
+
+    The model itself runs them, in evaluation mode, where nothing is drawn and batch norm takes its
+    running statistics: a trace has one branch alone of those that depend on the number of rows.
+    both: two microbatches. shares: `Weighing.shares` without its first argument.
+    """
+    whole, half = Trained(model, loss), both.rows // 2
+    place = place_of(model)
+    both = pytree.tree_map(lambda x: x.to(place) if isinstance(x, torch.Tensor) else x, both)
+    parts = [both.part(0, half), both.part(half, both.rows)]
+    if any(t.is_meta for t in (*whole.parameters(), *whole.buffers())):
+        return
+    with quiet_random(place), as_it_was(whole), values_kept(whole), torch.no_grad():
+        whole.eval()
+        try:
+            found, *several = [float(whole(*_given(one))) for one in (both, *parts)]
+        except Exception:  # noqa: BLE001 - a model may take one number of rows alone
+            return
+    try:
+        weights = [float(s) for s in shares([captured.flatten(p) for p in parts], [half, half])]
+    except UsageError:  # rows without a label say nothing about the others
+        return
+    made = sum(share * value for share, value in zip(weights, several, strict=True))
+    # Both are the model's own: what autocast rounds, it rounds alike in both.
+    if abs(made - found) > min(captured.tolerance, _ALIKE) * max(abs(found), 1e-3):
+        raise UsageError(
+            f"the loss of {both.rows} rows is {found:.6g}, and those of its two microbatches "
+            f"({several[0]:.6g} and {several[1]:.6g}) make {made:.6g}: the model mixes rows, or "
+            "branches on how many there are",
+            "give average='microbatches' to train as gradient accumulation does, or microbatches=1",
+        )
 
 
 # --- The comparison -------------------------------------------------------------------------------
@@ -278,7 +394,7 @@ def _first_operation(
     """The first operation that the model did not run so, and its module, in words."""
     try:
         eager = _Seen()
-        with as_it_was(whole), _values_kept(whole), torch.no_grad():
+        with as_it_was(whole), values_kept(whole), torch.no_grad():
             torch.manual_seed(_SEED)
             with eager:
                 whole(*given)
@@ -320,9 +436,13 @@ def _static(captured: Captured) -> str:
     return ""
 
 
-def _evaluates(whole: Trained, given: tuple[Any, ...], staged: _Staged, call: Example) -> str:
-    """Why the stages without dropout do not give what the model gives in eval(); "": they do."""
-    with as_it_was(whole), _values_kept(whole), torch.no_grad():
+def _evaluates(
+    whole: Trained, given: tuple[Any, ...], staged: _Staged, call: Example, several: bool
+) -> str:
+    """Why the stages without dropout do not give what the model gives in eval(); "": they do.
+    `several`: whether a batch is several microbatches."""
+    before = {n: b.detach().clone() for n, b in whole.named_buffers()}
+    with as_it_was(whole), values_kept(whole), torch.no_grad():
         whole.eval()
         try:
             value = whole(*given)
@@ -330,6 +450,11 @@ def _evaluates(whole: Trained, given: tuple[Any, ...], staged: _Staged, call: Ex
             return f"in eval() the model raises {type(error).__name__}"
         wanted = Pass(value.detach().clone(), {},
                       {n: b.detach().clone() for n, b in whole.named_buffers()})  # fmt: skip
+    if several:
+        for name, buffer in wanted.buffers.items():
+            if not _same(buffer, before.get(name)):
+                return (f"in eval() it moves the buffer {name.removeprefix('model.')}, which "
+                        "would happen once per microbatch")  # fmt: skip
     staged.draw.off = True
     try:
         with torch.no_grad():

@@ -17,17 +17,13 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from evener.base.log import logger
 from evener.errors import UsageError
-from evener.pipeline.capture import (
-    Captured,
-    Example,
-    is_random,
-    root_of,
-    target_of,
-    written_by,
-)
+from evener.pipeline.capture import Captured
+from evener.pipeline.example import Example
+from evener.pipeline.operations import is_random, root_of, target_of, written_by
+from evener.pipeline.put_back import quiet_random
 from evener.pipeline.split import Draw, Seeded, attribute
-from evener.pipeline.synthetic import quiet_random
 
 _aten = torch.ops.aten
 
@@ -334,7 +330,12 @@ def agreed(captured: Captured, call: Example, sizes: list[int], place: torch.dev
     for one in [said] if said is not None else [Weighing("rows"), Weighing("sum")]:
         try:
             shares = [float(share) for share in one.shares(captured, parts, rows)]
-        except UsageError:  # rows without a label say nothing about the others
+        except UsageError as error:  # rows without a label say nothing about the others
+            logger.warning(
+                "pipeline: how microbatches are weighed follows from the loss's operations alone, "
+                "and was not compared on the example: %s",
+                error.problem,
+            )
             return one
         sums = [
             sum(share * values[k] for share, values in zip(shares, several, strict=True))

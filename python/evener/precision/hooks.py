@@ -16,16 +16,34 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from evener.errors import UsageError
 from evener.precision.later import Later
+from evener.precision.rules import Facts, Machine
 
-if TYPE_CHECKING:
-    from evener.precision.torch import Policy
+
+class Policy(Protocol):
+    """What is used of `evener.precision.torch.Policy`."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    machine: Machine
+    scaler: Any
+    device: str
+
+    @property
+    def half(self) -> bool: ...
+    def autocast(self, half: bool | None = None) -> Any: ...
+    def agreed(self, loss: float) -> Facts: ...
+    def agreed_probe(self, mine: float) -> float: ...
+    def observe(
+        self, facts: Facts, probe: Callable[[], float], zeros: Callable[[], float] | None
+    ) -> None: ...
+
 
 _active: weakref.WeakSet[Hooks] = weakref.WeakSet()
 _backward: Callable[..., None] | None = None

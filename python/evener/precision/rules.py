@@ -29,6 +29,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from evener.base.given import fields
+
 
 class State(Enum):
     """What the steps are computed in, and why."""
@@ -38,6 +40,7 @@ class State(Enum):
     HOLD = "fp32, holding"
 
 
+@fields
 @dataclass(frozen=True)
 class Limits:
     """The numbers of the rules.

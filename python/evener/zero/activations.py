@@ -12,6 +12,7 @@ for.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from evener.zero.device import Device, Event
 from evener.zero.host import HostMemory
 from evener.zero.planner import HELD
 from evener.zero.spans import Spans
+
+logger = logging.getLogger("evener.zero")
 
 SMALL = 1 << 20
 """Bytes below which a tensor is not worth a copy."""
@@ -74,6 +77,8 @@ class Offload:
         default_factory=dict
     )
     """What was saved from which memory: a storage's address alone may be another's by now."""
+    _full: bool = False
+    """Whether it was said that there is no room."""
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
         """While a checkpointed block is entered."""
@@ -90,7 +95,13 @@ class Offload:
             return free.pop()
         try:
             return self.pool.tensor(numel, dtype)
-        except EvenerError:
+        except EvenerError as error:
+            if not self._full:
+                self._full = True
+                logger.warning(
+                    "activations stay on the accelerator where the host has no room for them: %s",
+                    error.problem,
+                )
             return None
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:

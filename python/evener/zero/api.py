@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from evener.base.given import given
 from evener.errors import UsageError
 from evener.zero import budget as budgets
 from evener.zero import device as devices
@@ -24,8 +25,9 @@ from evener.zero.engine import Engine
 from evener.zero.form import Form
 from evener.zero.host import HostMemory
 from evener.zero.inputs import Call, call_of, guess
+from evener.zero.nearest import nearest
 from evener.zero.planner import Machine, Plan
-from evener.zero.planning import NoFitError, cut_and_trace, formats_of, nearest, plan_units
+from evener.zero.planning import NoFitError, cut_and_trace, formats_of, plan_units
 from evener.zero.pretrained import given_with, source_for
 from evener.zero.probe import STEP, probe
 from evener.zero.profile import Profile
@@ -36,6 +38,7 @@ from evener.zero.spans import Spans
 from evener.zero.store import Source, build, group_numbers
 from evener.zero.transformers import fill_buffers, without_cache
 from evener.zero.units import Unit, cut
+from evener.zero.untouched import random_kept
 from evener.zero.values import show
 from evener.zero.vocabulary import Head
 from evener.zero.vocabulary import find as find_head
@@ -57,6 +60,7 @@ def _budget(config: Config, device: torch.device, ranks_here: int) -> budgets.Bu
     return budgets.resolve(config.budget, gpu_free=half, ranks_here=shares)
 
 
+@given
 def plan(
     model: nn.Module | Mapping[str, Any],
     *,
@@ -97,7 +101,7 @@ def plans(
     example: Any = None,
 ) -> list[Plan]:
     """As `plan`, of a model that is traced once: a plan for each of `ways`, which are (nodes, form
-    in which gradients cross between them)."""
+    in which gradients cross between them). Where the first does not fit, it says what would."""
     module = model if isinstance(model, nn.Module) else shapes.llama(model)
     device = devices.pick(settings.device).device
     measured = machine or probe(device, settings.dtype, settings.moments).machine
@@ -118,7 +122,7 @@ def plans(
     else:
         units = cut(module, small=settings.small)
     limit = _budget(settings, device, ranks)
-    found = []
+    found: list[Plan] = []
     for nodes, form in ways:
         mine, without = replace(settings, crossing=form), replace(limit, ssd=0)
         made = plan_units(units, mine, measured, without, tokens, ranks, profile, nodes)
@@ -126,6 +130,9 @@ def plans(
             if not measured.ssd:
                 measured = replace(measured, ssd=ssd.measure(limit.folder).both)
             made = plan_units(units, mine, measured, limit, tokens, ranks, profile, nodes)
+        if not made.fits and not found:
+            others = nearest(units, mine, measured, limit, tokens, ranks, profile, nodes)
+            made = replace(made, nearest=others)
         found.append(made)
     return found
 
@@ -201,6 +208,12 @@ def _head(model: nn.Module, config: Config) -> Head | None:
     if config.loss not in ("auto", "fused"):
         return None
     linear = find_head(model, force=config.loss == "fused")
+    if linear is None and config.loss == "fused":
+        logger.warning(
+            "evener.loss = 'fused': %s has no linear layer that makes logits, and its loss is "
+            "computed as it is",
+            type(model).__name__,
+        )
     return None if linear is None else Head(linear)
 
 
@@ -335,6 +348,7 @@ def _able(model: nn.Module) -> None:
             )
 
 
+@given
 def initialize(
     *,
     model: nn.Module,
@@ -365,6 +379,11 @@ def initialize(
     Raises NoFitError before anything is moved, ConfigError for what the configuration cannot be.
     """
     settings = read(config, world_size())
+    if resident is None and (away is not None or streaming):
+        raise UsageError(
+            "`away` and `streaming` say where states go, and with no `resident` that is planned",
+            "give `resident` too, or leave them out",
+        )
     if optimizer is not None:
         settings.rule = rules.of(optimizer)
     device = devices.pick(settings.device)
@@ -444,7 +463,9 @@ def _engine(
             model, numbers, settings, device.device, call, head, agree=_agreed
         )
         if machine is None:
-            machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
+            with random_kept():
+                found = probe(device.device, settings.dtype, settings.moments, meet=meet)
+            machine = found.machine
         profile = _rehearsed(profile, units, settings, device.device, machine, head)
         machine = _beside(_loaded(machine, profile), device, model, call)
         # After the probe: what it found beside the allocator is without the communicators.
@@ -535,7 +556,8 @@ def _planned(
         machine = _with_ssd(machine, budget, ranks)
         made = plan_units(units, config, machine, budget, tokens, world, profile, copies)
     if not made.fits:
-        raise NoFitError(made, nearest(units, config, machine, budget, tokens, world, profile))
+        others = nearest(units, config, machine, budget, tokens, world, profile, copies)
+        raise NoFitError(made, [fit.setting for fit in others])
     logger.info(
         "%.2f GB on %s, %.2f GB on the host; activations (%s): %s; optimizer: %s; bound by %s",
         made.gpu_bytes / 1e9,

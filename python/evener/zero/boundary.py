@@ -9,6 +9,9 @@ bits. Gradients that were delivered before are passed over (`gradients`).
 A forward pass whose hooks are gone, because another one ran before its backward pass, is run again
 in the same way: two passes and one loss of both work.
 
+Tensors of the graph that the forward pass keeps as attributes of modules (an auxiliary loss of
+experts) are outputs too: what stands there afterwards is cut off as well.
+
 What the caller computes between the two passes, such as a loss in float32 of whole logits, is the
 caller's: `trace` plans for it, and it cannot be run again.
 """
@@ -28,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from evener.errors import EvenerError, UsageError
 from evener.zero.device import Device
 from evener.zero.passes import Passes
+from evener.zero.untouched import Attributes, kept_graphs, replace_kept
 from evener.zero.vocabulary import LazyLogits
 
 
@@ -47,8 +51,12 @@ def asked(error: BaseException) -> int:
 class _State:
     """What a pass depends on beside its inputs and the weights."""
 
-    def __init__(self, device: torch.device, buffers: list[torch.Tensor]) -> None:
+    def __init__(
+        self, modules: list[nn.Module], device: torch.device, buffers: list[torch.Tensor]
+    ) -> None:
+        self.modules = modules
         self.device = device
+        self.attributes = Attributes(modules, values=True)
         self.random = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         kind = device.type
@@ -57,11 +65,12 @@ class _State:
 
     def now(self) -> _State:
         """The same of this moment."""
-        return _State(self.device, [buffer for buffer, _ in self.buffers])
+        return _State(self.modules, self.device, [buffer for buffer, _ in self.buffers])
 
     @torch.no_grad()
     def restore(self) -> None:
         """As it was."""
+        self.attributes.restore()
         torch.set_rng_state(self.random)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
@@ -88,7 +97,10 @@ class _Pass:
         self.wanted = [
             n for n, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad
         ]
-        self.state = _State(edge.device.device, edge.buffers())
+        self.modules = list(edge.model.modules())
+        self.earlier = {id(x): x for x in kept_graphs(self.modules)}
+        """What modules keep of earlier passes."""
+        self.state = _State(self.modules, edge.device.device, edge.buffers())
         self.finished = False
         self.outs: list[torch.Tensor] | None = None
         self.inputs: list[torch.Tensor] = []
@@ -112,15 +124,19 @@ class _Pass:
         self.finished = True
         leaves, spec = _flat(out)
         places = self._differentiable(leaves)
-        self.outs = [_tensor(leaves[n]) for n in places]
-        if not places:
+        kept = self._kept()
+        self.outs = [*(_tensor(leaves[n]) for n in places), *kept]
+        if not self.outs:
             return out
         anchor = torch.empty((), requires_grad=True)
         given = [self.leaves[n] for n in self.wanted]
         found = _Edge.apply(self, anchor, *given)
-        for place, cut in zip(places, found, strict=True):
+        for place, cut in zip(places, found, strict=False):
             old = leaves[place]
             leaves[place] = old.cut(cut) if isinstance(old, LazyLogits) else cut
+        if kept:
+            cuts = zip(map(id, kept), found[len(places) :], strict=True)
+            replace_kept(self.modules, dict(cuts))
         return tree_unflatten(leaves, spec)
 
     def _differentiable(self, leaves: list[Any]) -> list[int]:
@@ -129,6 +145,11 @@ class _Pass:
             for n, x in enumerate(leaves)
             if isinstance(x, torch.Tensor) and (_tensor(x).grad_fn is not None)
         ]
+
+    def _kept(self) -> list[torch.Tensor]:
+        """What this pass has kept in modules, once each."""
+        found = {id(x): x for x in kept_graphs(self.modules) if id(x) not in self.earlier}
+        return list(found.values())
 
     def _redo(self) -> None:
         """Before the forward pass runs again."""
@@ -145,10 +166,15 @@ class _Pass:
         now = self.state.now()
         self.edge.passes.abort()
         self._redo()
-        with torch.enable_grad(), self.state.casting():
-            out = self.run()
+        self.edge.passes.anew = True
+        try:
+            with torch.enable_grad(), self.state.casting():
+                out = self.run()
+        finally:
+            self.edge.passes.anew = False
         leaves, _ = _flat(out)
-        self.outs = [_tensor(leaves[n]) for n in self._differentiable(leaves)]
+        places = self._differentiable(leaves)
+        self.outs = [*(_tensor(leaves[n]) for n in places), *self._kept()]
         now.restore()
 
     def backward(
@@ -157,6 +183,12 @@ class _Pass:
         """Gradients of the inputs; those of the weights go their way by the hooks, where they are
         asked for (`weights`)."""
         edge = self.edge
+        if edge.busy:
+            raise UsageError(
+                "a forward pass computed with what an earlier one has kept in a module, and its "
+                "gradient would run through both",
+                "detach() what modules keep from one pass to the next",
+            )
         if weights:
             edge.passes.backward()
         found: list[torch.Tensor | None] = []
@@ -175,7 +207,11 @@ class _Pass:
                 torch.autograd.backward(outs, given, inputs=self.inputs)
             found.extend(x.grad for x in self.inputs)
 
-        edge.with_room(attempt, self.drop, found.clear)
+        edge.busy = True
+        try:
+            edge.with_room(attempt, self.drop, found.clear)
+        finally:
+            edge.busy = False
         edge.passes.end()
         self.drop()
         return found
@@ -247,6 +283,8 @@ class Boundary:
         self.current: _Pass | None = None
         self.again = 0
         """Passes that ran again for want of memory."""
+        self.busy = False
+        """Whether a backward pass through the model runs."""
         self._check = check
         self._room = room
         self._retry = retry
@@ -287,7 +325,7 @@ class Boundary:
         self._check(args, kwargs)
         if torch.is_grad_enabled():
             return _Pass(self, args, kwargs).forward()
-        state = _State(self.device.device, self.buffers())
+        state = _State(list(self.model.modules()), self.device.device, self.buffers())
 
         def redo() -> None:
             state.restore()

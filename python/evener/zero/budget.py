@@ -3,6 +3,8 @@ never the machine's total alone."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -11,6 +13,8 @@ from pathlib import Path
 
 from evener.base.units import has_unit, parse_size
 from evener.errors import UsageError
+
+logger = logging.getLogger("evener.zero")
 
 KEEP = 0.95
 """Share of the free host memory that `auto` takes: the rest is for the interpreter and files."""
@@ -96,8 +100,19 @@ def host_free(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -
     for line in (proc / "meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
+    if not (root / "cgroup.controllers").exists() and not (root / "memory").exists():
+        _say_unlimited(str(root))
     limit = cgroup_free(root, proc)
     return free if limit is None else min(free, limit)
+
+
+@functools.cache
+def _say_unlimited(root: str) -> None:
+    logger.warning(
+        "no memory cgroup is mounted at %s: a limit of this container or job cannot be seen, and "
+        "all free memory of the host counts; give the budget where that is too much",
+        root,
+    )
 
 
 def resident_now(proc: Path = Path("/proc")) -> int:

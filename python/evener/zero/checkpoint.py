@@ -50,7 +50,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_loader import load as read_all
 from torch.distributed.checkpoint.state_dict_saver import save as write_all
 
-from evener.errors import EvenerError
+from evener.base.given import given
+from evener.errors import EvenerError, UsageError
 from evener.zero import exits
 from evener.zero.chunk import Chunk
 from evener.zero.engine import Engine
@@ -275,7 +276,8 @@ def _sync(path: Path) -> None:
 class Save:
     """A checkpoint on its way: `wait` for it, `result` for its path or what went wrong."""
 
-    def __init__(self, engine: Engine, folder: Path, extra: Any) -> None:
+    def __init__(self, engine: Engine, folder: Path, extra: Any, keep: int | None = None) -> None:
+        self._keep = keep
         self._before = [p for p in folder.glob("step-*") if _order(p)[0] == engine.global_steps]
         self._group, self._writers = _group(engine)
         name = self._name(engine.global_steps)
@@ -380,8 +382,20 @@ class Save:
         if self._rank == 0:
             _finish(self._meta, work, self.final)
             for old in self._before:
-                shutil.rmtree(old)
+                _remove(old)
+            if self._keep is not None:
+                whole = [p for p in folder.glob("step-*") if (p / "meta.json").exists()]
+                # By when they were written: after going back, a lower step may be newer.
+                whole.sort(key=lambda p: (p == self.final, (p / "meta.json").stat().st_mtime_ns))
+                for old in whole[: -self._keep]:
+                    _remove(old)
         self._barrier()
+
+
+def _remove(path: Path) -> None:
+    """A checkpoint that is not wanted any more; what is left of it is none at once."""
+    (path / "meta.json").unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def _root(error: BaseException) -> str:
@@ -414,16 +428,24 @@ def _group(engine: Engine) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup 
     return made, writers
 
 
-def save(engine: Engine, folder: str | Path, extra: Any = None) -> Path:
+@given
+def save(engine: Engine, folder: str | Path, extra: Any = None, *, keep: int | None = None) -> Path:
     """Write a checkpoint below `folder`; returns its path. `extra`: what JSON can hold (the place
-    of the sampler, ...). All ranks call it. Raises CheckpointError, with the last one untouched."""
-    return begin(engine, folder, extra).result()
+    of the sampler, ...). `keep`: how many checkpoints stay in the folder, this one among them; the
+    ones that were written first go when it is whole. None: all stay. All ranks call it. Raises
+    CheckpointError, with the last one untouched."""
+    return begin(engine, folder, extra, keep=keep).result()
 
 
-def begin(engine: Engine, folder: str | Path, extra: Any = None) -> Save:
+@given
+def begin(
+    engine: Engine, folder: str | Path, extra: Any = None, *, keep: int | None = None
+) -> Save:
     """As `save`, while training goes on: it may be resumed from this moment. A checkpoint that is
     still being written is waited for first; if it failed and nobody has asked for its result, that
     is raised here. All ranks call it."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise UsageError(f"keep={keep!r} checkpoints", "give 1 or more, or None to keep all")
     if isinstance(engine.saving, Save):
         engine.saving.wait()
         if not engine.saving.told:
@@ -435,7 +457,7 @@ def begin(engine: Engine, folder: str | Path, extra: Any = None) -> Save:
             "save right after a step, or call zero_grad() to drop them",
         )
     engine.drain()
-    engine.saving = started = Save(engine, Path(folder), extra)
+    engine.saving = started = Save(engine, Path(folder), extra, keep)
     return started
 
 
@@ -497,6 +519,7 @@ def _order(path: Path) -> tuple[int, int]:
     return (int(found[1]), int(found[2] or 0)) if found else (-1, 0)
 
 
+@given
 def load(engine: Engine, path: str | Path) -> Any:
     """Load a checkpoint, or the last one of a folder; returns its `extra`. All ranks call it.
 
@@ -537,6 +560,12 @@ def load(engine: Engine, path: str | Path) -> Any:
     engine.micro_steps = meta["micro_steps"]
     for group, saved in zip(engine.param_groups, meta["groups"], strict=True):
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+    for what, held in (("loss scale", "scaler"), ("learning rate schedule", "scheduler")):
+        here, there = getattr(engine, held) is not None, bool(meta[held])
+        if here and not there:
+            logger.warning("%s holds no %s: it goes on as it is", path, what)
+        elif there and not here:
+            logger.warning("%s holds a %s, and this run has none", path, what)
     if engine.scaler and meta["scaler"]:
         vars(engine.scaler).update(meta["scaler"])
     if engine.scheduler and meta["scheduler"]:
@@ -545,6 +574,13 @@ def load(engine: Engine, path: str | Path) -> Any:
     states = path / f"random-{engine.ranks.number}.pt"
     if states.exists() and meta["ranks"] == engine.ranks.size:
         _restore_random(torch.load(states, weights_only=True))
+    else:
+        logger.warning(
+            "%s is of %d ranks and this run has %d: random numbers go on as they are",
+            path,
+            meta["ranks"],
+            engine.ranks.size,
+        )
     return meta["extra"]
 
 

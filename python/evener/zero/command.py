@@ -47,7 +47,10 @@ def _batch(text: str) -> tuple[int, int]:
 
 def _show(made: Plan, console: Console) -> None:
     word = "[green]fits[/]" if made.fits else f"[red]does not fit[/]: {made.problem}"
-    console.print(word)
+    console.print(word, highlight=False, soft_wrap=True)
+    for fit in made.nearest:
+        speed = f": {fit.tokens_per_second:,.0f} tokens/s" if fit.tokens_per_second else ""
+        console.print(f"  fits with {fit.option}{speed}", highlight=False, soft_wrap=True)
     where = Table(box=None)
     for title in ("where", "chunks", "parameters", "memory", "budget"):
         where.add_column(title, justify="left" if title == "where" else "right")

@@ -29,42 +29,37 @@ have copies of the states, gradients cross between them once per step (`ranks`, 
 
 from __future__ import annotations
 
-import logging
-import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from evener.base.records import StatsFile
 from evener.errors import EvenerError, UsageError
+from evener.zero import inputs
+from evener.zero.account import Account
 from evener.zero.activations import Offload
 from evener.zero.between import Between
 from evener.zero.boundary import Boundary
-from evener.zero.chunk import Chunk, Run
+from evener.zero.chunk import Chunk
 from evener.zero.device import Device
+from evener.zero.foresight import Foresight
 from evener.zero.gradients import Gradients
-from evener.zero.inputs import signature
-from evener.zero.lanes import Lanes, Update
-from evener.zero.learned import Learned
+from evener.zero.lanes import Lanes
 from evener.zero.loading import Loading
 from evener.zero.passes import Passes
 from evener.zero.planner import SLOTS, Plan
-from evener.zero.profile import Profile, outgoing
+from evener.zero.profile import outgoing
 from evener.zero.ranks import Ranks
 from evener.zero.room import Room
 from evener.zero.rules import Rule
 from evener.zero.scaler import LossScaler
+from evener.zero.scaling import Scaling
 from evener.zero.spans import Span, Spans
-from evener.zero.states import SLICE, Noise, part
+from evener.zero.states import SLICE
 from evener.zero.store import Store
-from evener.zero.trace import timed_trace
+from evener.zero.updates import Updates
 from evener.zero.vocabulary import Head
-
-logger = logging.getLogger("evener.zero")
 
 
 class Saving(Protocol):
@@ -108,11 +103,7 @@ class Engine:
         self.rule = rule
         self.device = device
         self.ranks = ranks or Ranks()
-        self.rank, self.world = self.ranks.rank, self.ranks.world
         self.accumulation = accumulation
-        self.clipping = clipping
-        self.scaler = scaler
-        self.seed = seed
         self.stale_updates = stale_updates
         self.plan = plan
         """What was planned; None where the places of chunks were given."""
@@ -124,11 +115,8 @@ class Engine:
         """The checkpoint that is being written, or the last one."""
         self.param_groups: list[dict[str, Any]] = []
         self.spans = offload.spans if offload else Spans(device)
-        self._norm: torch.Tensor | None = None
-        self._stats = StatsFile.open("zero", self.ranks.number)
-        self._stats_last = (0, time.monotonic())
-        self._step_began = 0.0
-        self._closed = False
+        self._scaling = Scaling(accumulation, clipping, scaler)
+        self._account = Account(store, device, self.spans, plan, self.ranks.number)
         self._lanes = Lanes(
             rule,
             device,
@@ -138,7 +126,7 @@ class Engine:
             spans=self.spans,
             ssd=store.ssd,
         )
-        self._endured = store.ssd.moved() if store.ssd else (0, 0)
+        self._updates = Updates(rule, device, self.ranks, self._lanes, self.spans, seed)
         self._loading = Loading(
             [chunks for _, chunks in store.units],
             device,
@@ -147,26 +135,7 @@ class Engine:
             depth=depth,
             stale_updates=stale_updates,
         )
-        self._gradients = Gradients(
-            store.parameter_order,
-            device,
-            self.ranks,
-            self.spans,
-            once=stage == 1 and self.world > 1 and accumulation > 1,
-            depth=outgoing(depth, self._largest_gradient()),
-            stale_updates=stale_updates,
-            apart=frozenset(
-                chunk.index for unit, chunks in store.units if unit.repeated for chunk in chunks
-            ),
-            between=Between(
-                self.ranks,
-                device,
-                linear=rule.name == "sgd",
-                scale=lambda: self.scaler.scale if self.scaler else 1.0,
-            ),
-        )
-        trained = [chunk for chunk in self.chunks() if chunk.group.trainable]
-        self._gradients.share(trained, gathered=stage == 3)
+        self._gradients = self._make_gradients(depth, stage)
         self._passes = Passes(
             model,
             store.units,
@@ -181,10 +150,6 @@ class Engine:
             early=traced is not None,
         )
         slots = SLOTS * SLICE * store.formats.host_bytes(len(rule.moments)) if streaming else 0
-        largest = max(
-            (c.states.weights.numel() for c in self.chunks() if c.group.trainable), default=0
-        )
-        scratch = self.ranks.form.scratch(largest, store.formats.gradient, self.ranks.replicas)
         self.room = Room(
             store,
             rule,
@@ -196,15 +161,29 @@ class Engine:
             plan=plan,
             ranks=self.world,
             shared=self.ranks.size > 1,
-            fixed=slots + scratch + (plan.gpu_reserve + plan.gpu_held if plan else 0),
+            fixed=slots
+            + self._crossing_bytes()
+            + (plan.gpu_reserve + plan.gpu_held if plan else 0),
             slack=slack,
         )
         """What makes room on the accelerator; `said` tells what it did."""
+        foresight = Foresight(
+            model,
+            store,
+            device,
+            self._passes,
+            self._loading,
+            self.room,
+            plan,
+            head=head,
+            chunked=chunked,
+            alone=self.world == 1,
+        )
         self._boundary = Boundary(
             model,
             self._passes,
             device,
-            check=self._look,
+            check=foresight.look,
             room=self.room.make,
             retry=self.ranks.size == 1,
         )
@@ -212,22 +191,48 @@ class Engine:
             for piece in chunk.group.pieces:
                 vars(piece.parameter)["wake"] = self._passes.wake
         self._gradients.last = accumulation == 1
-        self._head = head
         self._known = {
             id(piece.parameter): chunk.group.trainable
             for chunk in self.chunks()
             for piece in chunk.group.pieces
         }
-        self._scaled = False
-        """Whether a loss was scaled since the last step."""
-        self._chunked = chunked
-        self._undo = undo
-        self._seen: dict[Any, list[int]] = {}
-        self._learned = Learned(plan.step_seconds if plan else 0.0)
+        self._undo: list[Callable[[], None]] | None = [*([head.close] if head else []), undo]
         if traced is not None:
-            self._largest(*traced)
+            foresight.largest(*traced)
         held = self.room.held() + sum(b.nbytes for b in model.buffers())
         device.begin(held + (slots if streaming else 0))
+
+    def _make_gradients(self, depth: int, stage: int) -> Gradients:
+        """What takes gradients to where their states are, and shares them between ranks."""
+        units = self.store.units
+        made = Gradients(
+            self.store.parameter_order,
+            self.device,
+            self.ranks,
+            self.spans,
+            once=stage == 1 and self.world > 1 and self.accumulation > 1,
+            depth=outgoing(depth, self._largest_gradient()),
+            stale_updates=self.stale_updates,
+            apart=frozenset(
+                chunk.index for unit, chunks in units if unit.repeated for chunk in chunks
+            ),
+            between=Between(
+                self.ranks,
+                self.device,
+                linear=self.rule.name == "sgd",
+                scale=lambda: self._scaling.scale,
+            ),
+            gathered=lambda: self._loading.order if self.world > 1 else 0,
+        )
+        trained = [chunk for chunk in self.chunks() if chunk.group.trainable]
+        made.share(trained, gathered=stage == 3)
+        return made
+
+    def _crossing_bytes(self) -> int:
+        """Bytes on the accelerator for gradients that cross between nodes."""
+        sizes = (c.states.weights.numel() for c in self.chunks() if c.group.trainable)
+        form, gradient = self.ranks.form, self.store.formats.gradient
+        return form.scratch(max(sizes, default=0), gradient, self.ranks.replicas)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass; floating-point inputs are cast to the compute dtype."""
@@ -235,17 +240,9 @@ class Engine:
         return self.module(*args, **kwargs)
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A call's arguments on the accelerator, floating-point ones in the compute dtype."""
-        cast = self.store.dtype
-
-        def move(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            value = value.to(self.device.device, non_blocking=True)
-            return value.to(cast) if value.is_floating_point() else value
-
-        moved: tuple[Any, Any] = tree_map(move, (args, kwargs))
-        return moved
+        """A call's arguments on the accelerator, floating-point ones in the compute dtype. Raises
+        UsageError for whole numbers that it cannot hold: 999 would be 1000 in bf16."""
+        return inputs.moved(args, kwargs, self.device.device, self.store.dtype)
 
     def _largest_gradient(self) -> int:
         """Bytes, of those that are held while they go to the host or to other ranks."""
@@ -256,54 +253,6 @@ class Engine:
             if chunk.group.trainable and (self.ranks.size > 1 or not chunk.resident)
         ]
         return max(sizes, default=0)
-
-    def _largest(self, args: Any, kwargs: Any) -> bool:
-        """Whether a call is larger than all of its kind before; then it is the one to know."""
-        # Floating-point inputs are cast before they are used: an example need not be.
-        shapes, spec = signature(args, kwargs, self.store.dtype)
-        sizes = [math.prod(s[0]) for s in shapes if isinstance(s, tuple)]
-        kind = spec, tuple((len(s[0]), s[1]) if isinstance(s, tuple) else s for s in shapes)
-        before = self._seen.get(kind)
-        # A little longer is not worth a trace: where it is too much, the pass runs again.
-        if before is not None and all(
-            new <= 1.02 * old for new, old in zip(sizes, before, strict=True)
-        ):
-            return False
-        self._seen[kind] = [max(p) for p in zip(sizes, before or sizes, strict=True)]
-        return True
-
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a pass: make the room that it will take."""
-        if not torch.is_grad_enabled() or not self._largest(args, kwargs):
-            return
-        if self.plan is None and self.device.peak_bytes() == 0:
-            return  # nothing was planned, and nothing is limited
-        with self.device.elsewhere(), self._passes.away():
-            profile, said = timed_trace(
-                self.module,
-                [unit for unit, _ in self.store.units],
-                args,
-                kwargs,
-                device=self.device.device,
-                dtype=self.store.dtype,
-                chunked=self._chunked,
-                head=self._head,
-            )
-        logger.info("new inputs: %s", said)
-        if profile is None:
-            return
-        self._keep(profile)
-        if self.plan is not None and self.world == 1:
-            self.room.fit(profile, self.plan.budget.gpu)
-
-    def _keep(self, profile: Profile) -> None:
-        """Weights that are read while their unit does not run stay from now on."""
-        for unit, chunks in self.store.units:
-            for chunk in chunks:
-                if unit.module is not None and any(
-                    piece.name in profile.strays for piece in chunk.group.pieces
-                ):
-                    self._loading.keep(chunk)
 
     def memory(self) -> dict[str, int]:
         """Bytes: what the plan expected of accelerator, host and SSD, the accelerator's peak as its
@@ -342,16 +291,21 @@ class Engine:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, divided by the accumulation steps: what to call
         `backward()` on in a loop of one's own."""
-        self._scaled = True
-        factor = self.scaler.scale if self.scaler else 1.0
-        if factor == 1.0 and self.accumulation == 1:
-            return loss
-        return loss * (factor / self.accumulation)
+        return self._scaling.loss(loss)
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
         """The backward pass of one micro-batch."""
         self._gradients.last = (self.micro_steps + 1) % self.accumulation == 0
-        self.scale(loss).backward()
+        try:
+            self.scale(loss).backward()
+        except RuntimeError as error:
+            if "through the graph a second time" not in str(error):
+                raise
+            raise UsageError(
+                "the loss was used before, or computes with what the model's forward has kept "
+                "somewhere else than in its outputs and its modules' attributes",
+                "return it from forward, or keep it as an attribute of a module",
+            ) from error
         self._gradients.last = self.accumulation == 1
         self.flush()
         self.micro_steps += 1
@@ -372,11 +326,12 @@ class Engine:
         self._gradients.finish()
         chunks = [c for c in self.chunks() if c.group.trainable and c.filled]
         self._gradients.cross(chunks, done=False)
-        return self._gradients.norm(chunks) / (self.scaler.scale if self.scaler else 1.0)
+        return self._gradients.norm(chunks) / self._scaling.scale
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of all gradients in the last step, before clipping."""
-        return None if self._norm is None else float(self._norm)
+        norm = self._scaling.norm
+        return None if norm is None else float(norm)
 
     def zero_grad(self) -> None:
         """Forget gradients that no step has used. A forward pass whose backward pass is still to
@@ -405,22 +360,44 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads and unhook the model; the weights stay where they are."""
-        if self._closed:
+        if self._undo is None:
             return
-        self._closed = True
+        undo, self._undo = self._undo, None
         if self.saving is not None:
             self.saving.wait()
         self.drain()
         self._boundary.close()
         self._passes.close()
-        if self._head is not None:
-            self._head.close()
-        self._undo()
+        for each in undo:
+            each()
         self._loading.close()
         self._lanes.close()
         self.device.unlimit()
-        if self._stats:
-            self._stats.close()
+        self._account.close()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those that share a copy of the states."""
+        return self.ranks.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks share a copy of the states."""
+        return self.ranks.world
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scale of fp16."""
+        return self._scaling.scaler
+
+    @property
+    def clipping(self) -> float:
+        """The largest norm of all gradients; 0: they are not clipped."""
+        return self._scaling.clipping
+
+    @clipping.setter
+    def clipping(self, norm: float) -> None:
+        self._scaling.clipping = norm
 
     @property
     def threads(self) -> int:
@@ -439,7 +416,7 @@ class Engine:
     def record(self) -> None:
         """Record spans from now on, until `recorded`. Call it between steps."""
         self.spans.start()
-        self._step_began = time.perf_counter()
+        self._account.begin()
 
     def recorded(self) -> list[Span]:
         """The spans since `record`, for `evener.zero.report`; recording stops. The optimizer of
@@ -456,49 +433,35 @@ class Engine:
         """Update the weights from all gradients since the last time; False where it was skipped."""
         self.flush()
         self._refuse_strangers()
+        self._scaling.refuse_unscaled(any(c.filled for c in self.chunks()))
         self._gradients.finish()
         self._gradients.last = self.accumulation == 1
         chunks = [c for c in self.chunks() if c.group.trainable and c.filled]
         self._gradients.cross(chunks)
-        scale = self._scale(self._gradients.norm(chunks))
-        moving = self._moving(chunks)
+        step = self.global_steps + self.skipped_steps + 1
+        scale = self._scaling.factor(self._gradients.norm(chunks), self.spans, step)
+        moving = self._updates.moving(chunks)
         for chunk in chunks:
             chunk.filled = False
             chunk.norms = None
             chunk.given.clear()
         if scale is None:
+            self.skipped_steps += 1
             return False
         with self.spans.host("wait", "training for the last update", "drain"):
             self.drain()
-        self._endurance()
         self.global_steps += 1
-        jobs = []
-        for chunk, places in zip(chunks, moving, strict=True):
-            if not places:
-                continue  # no rank had a gradient of it
-            runs = chunk.begin_step(places, self.rank)
-            chunk.stale, chunk.loaded = True, False
-            hyper = self._hyper(chunk.group.group)
-            if chunk.resident:
-                self._update_resident(chunk, hyper, scale, runs)
-            else:
-                chunk.updated.clear()
-                jobs.append(Update(chunk, hyper, scale, runs))
-            if not chunk.loaded:
-                chunk.guard()
-        self._lanes.put(jobs)
-        if self.spans.on:
-            now = time.perf_counter()
-            self.spans.add("step", "steps", f"step {self.global_steps}", self._step_began, now)
-            self._step_began = now
+        self._account.endured(first=self.global_steps == 1)
+        self._updates.begin(chunks, moving, self.param_groups, scale)
+        self._account.span(self.global_steps)
         self._loading.ahead()
-        self._learn()
-        if self._stats and self._stats.due:
-            self._write_stats(self._stats)
+        if self._account.searches() and self.plan is not None and self.world == 1:
+            self.room.loosen(self.plan.budget.gpu // 50)
+        self._account.write(self.global_steps, self.skipped_steps, self.updated)
         return True
 
     def _refuse_strangers(self) -> None:
-        """Raise where something would be left out of this step, or divided by a scale in vain."""
+        """Raise where something would be left out of this step."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and not self._known.get(id(parameter), False):
                 raise UsageError(
@@ -506,138 +469,8 @@ class Engine:
                     "not train it",
                     "zero.give_back(engine), change the model, and initialize again",
                 )
-        scaled, self._scaled = self._scaled, False
-        if self.scaler is not None and not scaled and any(c.filled for c in self.chunks()):
-            raise UsageError(
-                "the loss was not scaled, and fp16 divides its gradients by the loss scale",
-                "call engine.backward(loss), or engine.scale(loss).backward()",
-            )
-
-    def _endurance(self) -> None:
-        """What the step before has moved to and from the SSD; said once."""
-        if self.store.ssd is None:
-            return
-        now = self.store.ssd.moved()
-        moved = now[0] - self._endured[0], now[1] - self._endured[1]
-        self._endured = now
-        if self.global_steps == 1:
-            logger.info(
-                "SSD: %.2f GB read and %.2f GB written per step",
-                moved[0] / 1e9,
-                moved[1] / 1e9,
-            )
-
-    def _learn(self) -> None:
-        """In the first steps: does the plan hold?"""
-        if self._learned.over:
-            return
-        searched = self.device.searched()
-        if self._learned.step(searched) and self.plan is not None and self.world == 1:
-            self.room.loosen(self.plan.budget.gpu // 50)
 
     @property
     def expected_seconds(self) -> float:
         """Expected time of a step: as planned, or, after the first steps, what they took."""
-        return self._learned.seconds
-
-    def _write_stats(self, file: StatsFile) -> None:
-        """docs/reference/records.md."""
-        before, then = self._stats_last
-        now = time.monotonic()
-        self._stats_last = (self.global_steps, now)
-        total, used, peak = self.store.host.usage()
-        budget = self.plan.budget if self.plan else None
-        file.write(
-            {
-                "steps": self.global_steps,
-                "skipped": self.skipped_steps,
-                "step_ms": 1e3 * (now - then) / (self.global_steps - before),
-                "tiers": [
-                    {
-                        "name": "gpu",
-                        "bytes": budget.gpu if budget else None,
-                        "used": None,
-                        "peak": self.device.peak_bytes(),
-                    },
-                    {"name": "host", "bytes": total, "used": used, "peak": peak},
-                    *self._ssd_tier(),
-                ],
-                "updated": self.updated,
-            }
-        )
-
-    def _ssd_tier(self) -> list[dict[str, Any]]:
-        file = self.store.ssd
-        if file is None:
-            return []
-        read, written = file.moved()
-        return [
-            {
-                "name": "ssd",
-                "bytes": file.size,
-                "used": file.size,
-                "peak": file.size,
-                "read": read,
-                "written": written,
-            }
-        ]
-
-    def _scale(self, norm: torch.Tensor) -> float | None:
-        """What gradients are multiplied by: unscaled and clipped. None: the step is skipped."""
-        unscale = 1.0 / self.scaler.scale if self.scaler else 1.0
-        self._norm = norm * unscale
-        with self.spans.host("wait", "training for the backward pass", "norm"):
-            finite = bool(torch.isfinite(self._norm))
-        if self.scaler is not None:
-            self.scaler.update(finite)
-        if not finite:
-            self.skipped_steps += 1
-            logger.warning(
-                "step %d skipped: the gradient is not finite%s",
-                self.global_steps + self.skipped_steps,
-                f"; loss scale is now {self.scaler.scale:g}" if self.scaler else "",
-            )
-            return None
-        if self.clipping <= 0:
-            return unscale
-        return float((self.clipping / (self._norm + 1e-6)).clamp(max=1.0)) * unscale
-
-    def _moving(self, chunks: list[Chunk]) -> list[set[int]]:
-        """The places of the parameters that had a gradient on any rank. Collective."""
-        if self.ranks.size == 1:
-            return [set(chunk.given) for chunk in chunks]
-        places = [(c, p) for c, chunk in enumerate(chunks) for p in range(len(chunk.group.pieces))]
-        mine = [place in chunks[c].given for c, place in places]
-        given = self.ranks.any(torch.tensor(mine, dtype=torch.uint8, device=self.device.device))
-        found: list[set[int]] = [set() for _ in chunks]
-        for (c, place), moves in zip(places, given.tolist(), strict=True):
-            if moves:
-                found[c].add(place)
-        return found
-
-    @torch.no_grad()
-    def _update_resident(
-        self, chunk: Chunk, hyper: dict[str, Any], scale: float, runs: list[Run]
-    ) -> None:
-        assert chunk.gradient is not None
-        stream = chunk.index * self.world + self.rank
-        with self.spans.host("wait", "training for the checkpoint", chunk.group.name):
-            chunk.saved.wait()
-        with self.spans.device("optimizer", "compute", chunk.group.name):
-            for run in runs:
-                self.rule.on_device(
-                    part(chunk.states, run.begin, run.end),
-                    chunk.gradient[run.begin : run.end],
-                    hyper,
-                    run.step,
-                    scale,
-                    Noise(self.seed, stream, run.begin),
-                )
-        if self.world == 1:
-            chunk.stale, chunk.loaded = False, True
-        else:
-            self.device.wait("h2d", self.device.record("compute"))
-
-    def _hyper(self, group: int) -> dict[str, Any]:
-        given = self.param_groups[group]
-        return {name: given[name] for name in self.rule.values}
+        return self._account.learned.seconds

@@ -20,7 +20,7 @@ it had delivered is passed over then: it comes once per pass.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ class Gradients:
     """See the head of this file; of the training thread. `order`: (chunk, place in it) of every
     trainable parameter, as the model lists them. `once`: ranks reduce in `finish`, not before.
     `apart`: chunks of one size, whose flat gradients are allocated in the stream that takes them
-    away. Its pool then holds nothing else, and no hole is too small."""
+    away. Its pool then holds nothing else, and no hole is too small. `gathered`: gives a number for
+    the order in which weights were gathered; it must be the same on all ranks."""
 
     def __init__(
         self,
@@ -51,7 +52,9 @@ class Gradients:
         stale_updates: bool,
         apart: frozenset[int] = frozenset(),
         between: Between | None = None,
+        gathered: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._gathered = gathered
         self._apart = apart if ranks.world == 1 else frozenset()
         self._order = order
         self._device = device
@@ -165,24 +168,33 @@ class Gradients:
 
     def finish(self) -> None:
         """Before an optimizer step: reduce what was kept until now. Collective. Raises UsageError
-        where ranks ran other numbers of backward passes."""
+        where ranks ran other numbers of backward passes, or gathered other weights."""
         self.last = True
         if not self._shared:
             return
         device, places = self._device.device, {c.index: n for n, c in enumerate(self._chunks)}
+        order = self._gathered()
         mine = [self._passes, *(0 for _ in self._chunks), *(0 for _ in self._chunks)]
         for index in self._sums:
             mine[1 + places[index]] = 1
         if self._came is not None and self._ranks.number == 0:
             known = dict.fromkeys([*self._came, *places])
             mine[1 + len(places) :] = [places[index] for index in known]
-        found = self._ranks.everywhere(torch.tensor(mine, device=device)).tolist()
+        mine += [order, order * order]
+        *found, orders, squares = self._ranks.everywhere(torch.tensor(mine, device=device)).tolist()
         passes, self._passes = self._passes, 0
         if found[0] != passes * self._ranks.size:
             raise UsageError(
                 f"this rank ran {passes} backward passes since the last step, all ranks together "
                 f"{found[0]}",
                 "run as many on every rank; a rank without data may use a loss of 0 * output.sum()",
+            )
+        if self._ranks.size * squares != orders * orders:
+            raise UsageError(
+                "ranks have gathered the weights of different blocks, or in another order: a rank "
+                "may have computed with those of another block",
+                "at stage 3 all ranks run the same blocks in the same order; where one may leave a "
+                "block out (layerdrop, routing), use stage 2",
             )
         for chunk, wanted in zip(self._chunks, found[1 : 1 + len(places)], strict=True):
             if wanted:

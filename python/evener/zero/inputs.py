@@ -1,4 +1,5 @@
-"""What a model is called with, guessed from the model where nobody says: for `trace`.
+"""What a model is called with: guessed from the model where nobody says (for `trace`), told from
+other calls, and moved to the accelerator.
 
 A model of transformers names its main input and has labels in its signature; any other model is
 tried with tokens. Only shapes are looked at, so the tensors are on the meta device.
@@ -12,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_with_path
+
+from evener.errors import UsageError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -25,11 +29,61 @@ def call_of(example: Any) -> Call:
     return (example,), {}
 
 
+SEEN = 64
+"""Elements that are looked at first: data of whole numbers has nothing else in these."""
+
+
+@torch.no_grad()
+def changed(value: torch.Tensor, dtype: torch.dtype) -> float | None:
+    """The first whole number that `dtype` does not have, of a tensor that holds whole numbers alone
+    (time steps, counts, ids in a floating-point dtype); None where there is none."""
+    if not value.is_floating_point() or value.dtype == dtype or value.numel() == 0:
+        return None
+    if value.is_meta or value.layout != torch.strided:
+        return None
+    if torch.finfo(dtype).eps <= torch.finfo(value.dtype).eps:
+        return None
+    value = value.detach()
+    for part in (value.reshape(-1)[:SEEN], value):
+        if not bool((part == part.round()).all()):
+            return None
+    lost = value.to(dtype).to(value.dtype) != value
+    return float(value[lost][0]) if bool(lost.any()) else None
+
+
+def moved(args: Any, kwargs: Any, to: torch.device, cast: torch.dtype) -> tuple[Any, Any]:
+    """A call's arguments on a device, floating-point ones in a dtype. Raises UsageError for whole
+    numbers that it cannot hold: 999 would be 1000 in bf16."""
+
+    def move(path: Any, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if (lost := changed(value, cast)) is not None:
+            raise UsageError(
+                f"{said(path)} holds whole numbers, and {cast} has none of "
+                f"{lost:.0f}: it would become {float(torch.tensor(lost).to(cast)):.0f}",
+                "give them as integers, and cast where the model computes with them; or scale "
+                "them down",
+            )
+        value = value.to(to, non_blocking=True)
+        return value.to(cast) if value.is_floating_point() else value
+
+    there: tuple[Any, Any] = tree_map_with_path(move, (args, kwargs))
+    return there
+
+
+def said(path: Any) -> str:
+    """An argument's name, from its place in (args, kwargs)."""
+    named, *inner = (getattr(key, "key", getattr(key, "idx", key)) for key in path)
+    first, *rest = inner
+    where = "".join(f"[{each!r}]" for each in rest)
+    return f"input {first}{where}" if named else f"input number {first + 1}{where}"
+
+
 def signature(args: Any, kwargs: Any, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
     """What tells one call's memory from another's: shapes and dtypes, which names are given, and
     flags and words, as they choose between branches (numbers often count steps, and do not).
     `dtype`: what floating-point inputs are cast to."""
-    from torch.utils._pytree import tree_flatten
 
     def kind(tensor: torch.Tensor) -> torch.dtype:
         return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

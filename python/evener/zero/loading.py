@@ -42,6 +42,8 @@ class Loading:
         self._ranks = ranks
         self._spans = spans
         self.depth = depth
+        self.order = 0
+        """A number for the chunks asked for; ranks that gather weights must have the same."""
         self._stale_updates = stale_updates
         self._traces: dict[bool, list[int]] = {True: [], False: []}
         self._training = True
@@ -137,6 +139,8 @@ class Loading:
         if chunk.loaded or chunk.requested or (chunk.keeps and not chunk.stale):
             return
         chunk.requested = True
+        # A number that tells two orders apart.
+        self.order = (self.order * 31 + chunk.index + 1) % 32749
         chunk.ready.clear()
         self._queue.put(chunk)
 

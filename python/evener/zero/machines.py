@@ -1,9 +1,9 @@
 """Machines that are not here, for `evener plan-memory --on`: by name from a table, or by numbers.
 
-The table has what data sheets say: peak rates and the memory that nvidia-smi shows. What a model
-gets of a peak is known from the probe of one H200 with PCIe 5 (benchmarks/results/zero_zoo.json):
-those shares are taken for all. They are assumptions and are printed as such; on the machine itself
-`evener plan-memory` measures.
+The table has what data sheets say of peak rates, and the memory that a CUDA program sees. What a
+model gets of a peak is known from the probe of one H200 with PCIe 5
+(benchmarks/results/zero_zoo.json): those shares are taken for all. They are assumptions and are
+printed as such; on the machine itself `evener plan-memory` measures.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ class Gpu:
 
 GPUS = {
     # NVIDIA's data sheets: A100 (2021), H100 and H200 (2024), A10, L4, L40S (2023), and the
-    # white papers of GA102 and AD102 for the GeForce cards; memory as nvidia-smi shows it.
-    "a100-40gb": Gpu(40960 * MIB, 312, 1555, 108, 4),
-    "a100-80gb": Gpu(81920 * MIB, 312, 2039, 108, 4),
-    "h100-80gb": Gpu(81559 * MIB, 989, 3350, 132, 5),
-    "h100-pcie": Gpu(81559 * MIB, 756, 2000, 114, 5),
-    "h200": Gpu(143771 * MIB, 989, 4800, 132, 5),
-    "a10": Gpu(23028 * MIB, 125, 600, 72, 4),
-    "l4": Gpu(23034 * MIB, 121, 300, 58, 4),
-    "l40s": Gpu(46068 * MIB, 362, 864, 142, 4),
-    "rtx3090": Gpu(24576 * MIB, 71, 936, 82, 4),
-    "rtx4090": Gpu(24564 * MIB, 165, 1008, 128, 4),
+    # white papers of GA102 and AD102 for the GeForce cards. Memory: as torch names it in public bug
+    # reports ("GPU 0 has a total capacity of 23.64 GiB"). nvidia-smi shows 1 to 2% more, which the
+    # driver keeps: 24,564 MiB on an RTX 4090.
+    "a100-40gb": Gpu(40335 * MIB, 312, 1555, 108, 4),
+    "a100-80gb": Gpu(81049 * MIB, 312, 2039, 108, 4),
+    "h100-80gb": Gpu(80998 * MIB, 989, 3350, 132, 5),
+    "h100-pcie": Gpu(80998 * MIB, 756, 2000, 114, 5),
+    "h200": Gpu(143073 * MIB, 989, 4800, 132, 5),
+    "a10": Gpu(22507 * MIB, 125, 600, 72, 4),
+    "l4": Gpu(22558 * MIB, 121, 300, 58, 4),
+    "l40s": Gpu(45455 * MIB, 362, 864, 142, 4),
+    "rtx3090": Gpu(24258 * MIB, 71, 936, 82, 4),
+    "rtx4090": Gpu(24207 * MIB, 165, 1008, 128, 4),
 }
 PCIE = {3: 15.75, 4: 31.5, 5: 63.0}
 """GB/s each way of 16 lanes (PCI-SIG), by generation."""

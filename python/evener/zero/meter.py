@@ -8,6 +8,7 @@ not seen: `inside` knows it for those where it matters.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import Counter
@@ -20,9 +21,13 @@ from torch.utils.flop_counter import flop_registry
 
 from evener.zero.vocabulary import LazyLogits
 
+logger = logging.getLogger("evener.zero")
+
+_UNCOUNTED: set[Any] = set()
+"""Operations whose arithmetic could not be counted; each is said once."""
 PER_CORE = 1_080_000
 """Bytes that a sum of small floats takes at most for each multiprocessor: its partial sums. Found,
-as all that `inside` knows, by benchmarks/zero_diagnose.py on an H200 with torch 2.11."""
+as all that `inside` knows, on an H200 with torch 2.11."""
 
 
 def inside(func: Any, args: Any, cores: int) -> int:
@@ -179,8 +184,10 @@ class Meter(TorchDispatchMode):
         if packet in flop_registry:
             try:
                 flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
-            except Exception:  # noqa: BLE001  # a formula for shapes that it does not know
-                flops = 0
+            except Exception as error:  # noqa: BLE001  # a formula that does not know such shapes
+                if packet not in _UNCOUNTED:
+                    _UNCOUNTED.add(packet)
+                    logger.info("the plan counts no arithmetic of %s: %s", packet, error)
         elif "grouped_mm" in str(packet):
             a, b = args[0], args[1]
             flops = 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]

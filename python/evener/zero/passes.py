@@ -36,6 +36,7 @@ from evener.zero.gradients import Gradients
 from evener.zero.loading import Loading
 from evener.zero.spans import Spans
 from evener.zero.units import Unit
+from evener.zero.untouched import kept_graphs, modules_kept
 from evener.zero.vocabulary import Head, whole
 
 
@@ -99,6 +100,8 @@ class Passes:
         self._compiler = compiler
         self._before = before
         self._running = False
+        self.anew = False
+        """Whether a whole forward pass runs again, inside of a backward pass."""
         self._suspended = False
         self._given: dict[int, tuple[weakref.ref[torch.Tensor], _Live]] = {}
         """Inputs of calls, by `id`, which is another tensor's once this one is gone."""
@@ -213,13 +216,14 @@ class Passes:
 
     def _wrap(self, live: _Live, module: nn.Module) -> None:
         inner = original = module.forward
+        inside = list(module.modules())
         if self._compiler and live.unit.repeated:
             # The block itself; these hooks stay outside of what is compiled.
             backend = self._compiler if isinstance(self._compiler, str) else "inductor"
             inner = torch.compile(inner, backend=backend)
 
         def body(*args: Any, **kwargs: Any) -> Any:
-            again = torch._C._current_graph_task_id() != -1
+            again = torch._C._current_graph_task_id() != -1 and not self.anew
             with _kept(module) if again else contextlib.nullcontext():
                 return run(*args, **kwargs)
 
@@ -253,7 +257,7 @@ class Passes:
                     )
             else:
                 out = body(*args, **kwargs)
-            self._watch(live, (args, kwargs), out)
+            self._watch(live, (args, kwargs), (out, kept_graphs(inside)))
             return out
 
         module.forward = forward
@@ -305,7 +309,8 @@ class Passes:
 
 @contextlib.contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Inside, a block runs a second time: its buffers stay as the first has left them."""
+    """Inside, a block runs a second time: its buffers and what it keeps stay as the first has left
+    them."""
     before = [
         (each._buffers, name, buffer, buffer.detach().clone())
         for each in module.modules()
@@ -313,7 +318,8 @@ def _kept(module: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        yield
+        with modules_kept(module.modules(), values=True):
+            yield
     finally:
         for buffers, name, buffer, value in before:
             buffers[name] = buffer

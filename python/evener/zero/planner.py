@@ -156,6 +156,17 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """A setting with which a model would fit, in words: as the configuration has it, and as
+    `evener plan-memory` has it. Its step and rate; 0 where they are not known."""
+
+    setting: str
+    option: str
+    step_seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """The answer. Times in seconds, memory in bytes (a rank)."""
 
@@ -188,6 +199,8 @@ class Plan:
     """Bytes of the file; each step reads and writes at most so many."""
     crossing_bytes: int = 0
     """Bytes that a rank hands to the network between nodes per step, where nodes have copies."""
+    nearest: list[Fit] = field(default_factory=list)
+    """What would fit, where this does not."""
 
     @property
     def resident(self) -> set[str]:
@@ -235,11 +248,6 @@ def _crossing(parts: Sequence[Part], formats: Formats, work: Work) -> int:
         for part in parts
         if part.trainable
     )
-
-
-def working_set(parts: Sequence[Part], formats: Formats, work: Work, machine: Machine) -> int:
-    """Bytes of accelerator memory that no budget can go below."""
-    return _need(parts, frozenset(), formats, work, machine)
 
 
 def _need(

@@ -1,5 +1,5 @@
 """The plan of a model: its units cut, its step traced, and of all ways that the configuration
-leaves open the fastest that fits. Where none fits, the settings near by that would."""
+leaves open the fastest that fits. Where none fits: `nearest`."""
 
 from __future__ import annotations
 
@@ -130,55 +130,6 @@ def _traced(config: Config, base: Work, profile: Profile) -> list[Work]:
                     continue
             ways.append(replace(base, recompute=chosen, offloaded=away, checkpointing=bool(chosen)))
     return ways or [base]
-
-
-def nearest(
-    units: list[Unit],
-    config: Config,
-    machine: Machine,
-    budget: budgets.Budget,
-    tokens: int,
-    ranks: int,
-    profile: Profile | None,
-) -> list[str]:
-    """Settings near to these that would fit, in words: one of each kind, where there is one."""
-
-    def fits(given: Config, limit: budgets.Budget, profile: Profile | None = profile) -> bool:
-        return plan_units(units, given, machine, limit, tokens, ranks, profile).fits
-
-    def least(gpu: bool) -> int:
-        """The smallest budget of one kind that fits, the other as it is; 0 where none does."""
-        low, high = 0, 1 << 44
-
-        def limit(size: int) -> budgets.Budget:
-            return replace(budget, gpu=size) if gpu else replace(budget, host=size)
-
-        if not fits(config, limit(high)):
-            return 0
-        while high - low > 10_000_000:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(config, limit(middle)) else (middle, high)
-        return high
-
-    said = []
-    if size := least(True):
-        said.append(f"a gpu budget of {size / 1e9 + 0.005:.2f} GB")
-    if size := least(False):
-        said.append(f"a host budget of {size / 1e9 + 0.005:.2f} GB")
-    wide = plan_units(units, config, machine, replace(budget, ssd=1 << 50), tokens, ranks, profile)
-    if wide.fits and wide.ssd_bytes:
-        said.append(f'an SSD: "ssd": "/folder:{wide.ssd_bytes / 1e9 + 0.005:.2f}GB" in the budget')
-    if config.checkpointing != "auto" and fits(replace(config, checkpointing="auto"), budget):
-        said.append('evener.checkpointing = "auto"')
-    if config.moments == torch.float32 and fits(replace(config, moments=torch.bfloat16), budget):
-        said.append('evener.moments = "bf16"')
-    if profile is not None:
-        rows = profile.rows
-        for part in (2, 4, 8, 16):
-            if rows // part and fits(config, budget, profile.scaled(rows // part)):
-                said.append(f"a batch of {rows // part} rows instead of {rows}")
-                break
-    return said
 
 
 def cut_and_trace(

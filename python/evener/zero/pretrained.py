@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from evener.base.given import given
 from evener.errors import UsageError
 from evener.zero.store import Source
 from evener.zero.tensors import opened
@@ -29,6 +30,7 @@ logger = logging.getLogger("evener.zero")
 ATTRIBUTE = "_evener_weights"
 
 
+@given
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
     """Modules that are made inside have parameters without memory, and real buffers."""
@@ -47,6 +49,7 @@ def empty_weights() -> Iterator[None]:
         handle.remove()
 
 
+@given
 def from_pretrained(folder: str | Path, **changes: Any) -> nn.Module:
     """The model that a folder of transformers holds (config.json and *.safetensors), for
     `initialize`: weights are read there, chunk by chunk. `changes`: keys of its configuration.

@@ -3,17 +3,19 @@ optimizer alone and while copies go on, matrix products. Nothing is assumed from
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from evener.base import optimizers as _optimizers
+from evener.base.given import given
 from evener.zero.budget import resident_now
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import CudaDevice, Device, SimulatedDevice
@@ -80,6 +82,7 @@ def _median(call: Callable[[], None], repeats: int = 5) -> float:
     return max(statistics.median(times), 1e-9)
 
 
+@given
 def probe(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
@@ -110,132 +113,17 @@ def _probe(
     meet: Callable[[], None],
 ) -> Probe:
     cuda = device.type == "cuda"
-    # On the CPU a second must do, and bf16 products there are emulated: float32 instead.
-    elements = elements or (96 << 20 if cuda else 2 << 20)
-    dtype = dtype if cuda else torch.float32
-
-    def sync() -> None:
-        if cuda:
-            torch.cuda.synchronize(device)
-
-    accelerator: Device = CudaDevice(device.index) if cuda else SimulatedDevice()
-    n = elements
-    sizes = (2, 2, 2, moments.itemsize, moments.itemsize)
-    host = HostMemory(sum(pages(n, size) for size in sizes), pin=cuda)
-    weights, lower = host.tensor(n, torch.bfloat16), host.tensor(n, torch.int16)
-    first, second = host.tensor(n, moments), host.tensor(n, moments)
-    gradient = host.tensor(n, torch.bfloat16)
-    few = min(n, 32 << 20)  # on the accelerator: a probe must not need more than a small budget
-    there = torch.zeros(few, dtype=torch.bfloat16, device=device)
-    window = gradient[:few]
-
-    def copy_in() -> None:
-        there.copy_(window, non_blocking=True)
-        sync()
-
-    def copy_out() -> None:
-        window.copy_(there, non_blocking=True)
-        sync()
-
-    rule = AdamW()
-    states = States(weights, lower, None, first, second)
-    flat = torch.empty(0, dtype=torch.bfloat16, device=device)
-    group = Group("probe", 0)
-
-    def rates(streaming: bool, meet: Callable[[], None] = meet) -> tuple[float, float]:
-        lanes = Lanes(rule, accelerator, streaming=streaming, slice_numel=n // 32)
-        if threads:
-            lanes.threads = threads
-        chunk = Chunk(0, group, states, gradient, flat, False, False, flat)
-        meet()
-        try:
-            return measure(lanes, [Update(chunk, rule.values, 1.0, [Run(0, n, 1)])])
-        finally:
-            lanes.close()
-
-    there_states = States(
-        there.clone(),
-        torch.zeros(few, dtype=torch.int16, device=device),
-        None,
-        torch.zeros(few, dtype=moments, device=device),
-        torch.zeros(few, dtype=moments, device=device),
-    )
-    hyper = rule.values
-
-    def on_device() -> None:
-        rule.on_device(there_states, there, hyper, 1, 1.0)
-        sync()
-
-    size = 4096 if cuda else 384
-    a = torch.randn(size, size, device=device, dtype=dtype)
-
-    def product() -> None:
-        for _ in range(4):
-            torch.mm(a, a)
-        sync()
-
+    bench = _Bench(device, dtype, moments, elements, threads)
     meet()
-    h2d, d2h = few * 2 / _median(copy_in), few * 2 / _median(copy_out)
-    alone, _ = rates(False)
-    cores, streamed = rates(True) if cuda else (0.0, 0.0)
-    stop = threading.Event()
-
-    def copies() -> None:
-        accelerator.attach()
-        # Weights come in while the optimizer runs: PCIe takes its part of the host's memory too.
-        with accelerator.on("h2d"):
-            other = torch.zeros(few, dtype=torch.bfloat16, device=device)
-            while not stop.is_set():
-                other.copy_(weights[:few], non_blocking=True)
-                accelerator.record("h2d").synchronize()
-                if not cuda:
-                    stop.wait(0.01)
-
-    beside = threading.Thread(target=copies, daemon=True)
-    beside.start()
-    try:
-        together, _ = rates(False)
-    finally:
-        stop.set()
-        beside.join()
-    wide = torch.zeros(few // 4, dtype=torch.float32, device=device)
-    small = torch.zeros(8, device=device)
-
-    def stream() -> None:
-        for _ in range(8):
-            wide.add_(1.0)
-        sync()
-
-    def launches() -> None:
-        for _ in range(500):
-            small.add_(1.0)
-        accelerator.record("compute").synchronize()  # not what the optimizer has on its streams
-
-    bandwidth = 8 * 2 * wide.nbytes / _median(stream)
-    launch = _median(launches, 3) / 500
-    done = threading.Event()
-
-    def optimizer() -> None:
-        accelerator.attach()
-        while not done.is_set():
-            rates(cuda, meet=lambda: None)
-
-    busy = threading.Thread(target=optimizer, daemon=True)
-    busy.start()
-    try:
-        time.sleep(0.02)  # until the cores are at work
-        launch_beside = _median(launches, 15) / 500
-    finally:
-        done.set()
-        busy.join()
-    flops = 4 * 2 * size**3 / _median(product)
-    device_adam = few / _median(on_device)
-    context = 0
-    if cuda:
-        free, total = torch.cuda.mem_get_info(device)
-        # What the driver counts and the allocator does not: the context and its kernels, some of
-        # which are loaded later. Other processes on this GPU are in it too, so it is bounded.
-        context = min(total - free - torch.cuda.memory_reserved(device), 2 << 30) + MODULES
+    h2d, d2h = bench.copies()
+    alone, _ = bench.rates(False, meet)
+    cores, streamed = bench.rates(True, meet) if cuda else (0.0, 0.0)
+    with bench.copying():
+        together, _ = bench.rates(False, meet)
+    bandwidth, launch = bench.bandwidth(), bench.launch(3)
+    with bench.optimizing():
+        launch_beside = bench.launch(15)
+    flops, device_adam = bench.flops(), bench.on_device()
     # Model code reaches a part of what large square products do.
     machine = Machine(
         flops=0.75 * flops,
@@ -243,7 +131,7 @@ def _probe(
         d2h=d2h,
         host_adam=min(alone, together),
         device_adam=device_adam,
-        reserve=context,
+        reserve=bench.context() if cuda else 0,
         balanced=cores + streamed,
         streamed=streamed,
         slack=0.12 if cuda else 0.0,
@@ -259,3 +147,171 @@ def _probe(
         threads or threads_for(_optimizers.threads()),
         _optimizers.instruction_sets()[0],
     )
+
+
+class _Bench:
+    """The memory that a probe measures with, and a method for each figure. Rates are per second."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        moments: torch.dtype,
+        elements: int,
+        threads: int,
+    ) -> None:
+        self.device, self.threads = device, threads
+        self.cuda = device.type == "cuda"
+        self.accelerator: Device = CudaDevice(device.index) if self.cuda else SimulatedDevice()
+        self.rule = AdamW()
+        # On the CPU a second must do, and bf16 products there are emulated: float32 instead.
+        self.elements = n = elements or (96 << 20 if self.cuda else 2 << 20)
+        sizes = (2, 2, 2, moments.itemsize, moments.itemsize)
+        host = HostMemory(sum(pages(n, size) for size in sizes), pin=self.cuda)
+        self.weights, lower = host.tensor(n, torch.bfloat16), host.tensor(n, torch.int16)
+        first, second = host.tensor(n, moments), host.tensor(n, moments)
+        self.gradient = host.tensor(n, torch.bfloat16)
+        self.states = States(self.weights, lower, None, first, second)
+        # On the accelerator few: a probe must not need more than a small budget.
+        self.few = min(n, 32 << 20)
+        self.there = torch.zeros(self.few, dtype=torch.bfloat16, device=device)
+        self.states_there = States(
+            self.there.clone(),
+            torch.zeros(self.few, dtype=torch.int16, device=device),
+            None,
+            torch.zeros(self.few, dtype=moments, device=device),
+            torch.zeros(self.few, dtype=moments, device=device),
+        )
+        self.size = 4096 if self.cuda else 384
+        kind = dtype if self.cuda else torch.float32
+        self.square = torch.randn(self.size, self.size, device=device, dtype=kind)
+
+    def _sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def copies(self) -> tuple[float, float]:
+        """Bytes to the accelerator, and back."""
+        window = self.gradient[: self.few]
+
+        def copy_in() -> None:
+            self.there.copy_(window, non_blocking=True)
+            self._sync()
+
+        def copy_out() -> None:
+            window.copy_(self.there, non_blocking=True)
+            self._sync()
+
+        return self.few * 2 / _median(copy_in), self.few * 2 / _median(copy_out)
+
+    def rates(
+        self, streaming: bool, meet: Callable[[], None] = lambda: None
+    ) -> tuple[float, float]:
+        """Parameters that the optimizer updates: on the host's cores, and by the streaming lane."""
+        lanes = Lanes(
+            self.rule, self.accelerator, streaming=streaming, slice_numel=self.elements // 32
+        )
+        if self.threads:
+            lanes.threads = self.threads
+        flat = torch.empty(0, dtype=torch.bfloat16, device=self.device)
+        chunk = Chunk(0, Group("probe", 0), self.states, self.gradient, flat, False, False, flat)
+        meet()
+        try:
+            run = [Run(0, self.elements, 1)]
+            return measure(lanes, [Update(chunk, self.rule.values, 1.0, run)])
+        finally:
+            lanes.close()
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Inside, weights come in while the optimizer runs: PCIe takes its part of the host's
+        memory too."""
+        stop = threading.Event()
+
+        def copies() -> None:
+            self.accelerator.attach()
+            with self.accelerator.on("h2d"):
+                other = torch.zeros(self.few, dtype=torch.bfloat16, device=self.device)
+                while not stop.is_set():
+                    other.copy_(self.weights[: self.few], non_blocking=True)
+                    self.accelerator.record("h2d").synchronize()
+                    if not self.cuda:
+                        stop.wait(0.01)
+
+        with _beside(copies, stop):
+            yield
+
+    @contextlib.contextmanager
+    def optimizing(self) -> Iterator[None]:
+        """Inside, the optimizer runs."""
+        done = threading.Event()
+
+        def optimizer() -> None:
+            self.accelerator.attach()
+            while not done.is_set():
+                self.rates(self.cuda)
+
+        with _beside(optimizer, done):
+            time.sleep(0.02)  # until the cores are at work
+            yield
+
+    def bandwidth(self) -> float:
+        """Bytes of the accelerator's memory that are read or written."""
+        wide = torch.zeros(self.few // 4, dtype=torch.float32, device=self.device)
+
+        def stream() -> None:
+            for _ in range(8):
+                wide.add_(1.0)
+            self._sync()
+
+        return 8 * 2 * wide.nbytes / _median(stream)
+
+    def launch(self, repeats: int) -> float:
+        """Seconds that an operation takes at least."""
+        small = torch.zeros(8, device=self.device)
+
+        def launches() -> None:
+            for _ in range(500):
+                small.add_(1.0)
+            # Not what the optimizer has on its streams.
+            self.accelerator.record("compute").synchronize()
+
+        return _median(launches, repeats) / 500
+
+    def flops(self) -> float:
+        """Operations of a square product."""
+
+        def product() -> None:
+            for _ in range(4):
+                torch.mm(self.square, self.square)
+            self._sync()
+
+        return 4 * 2 * self.size**3 / _median(product)
+
+    def on_device(self) -> float:
+        """Parameters that the optimizer updates on the accelerator."""
+
+        def update() -> None:
+            self.rule.on_device(self.states_there, self.there, self.rule.values, 1, 1.0)
+            self._sync()
+
+        return self.few / _median(update)
+
+    def context(self) -> int:
+        """Bytes that the driver counts and the allocator does not: the context and its kernels,
+        some of which are loaded later. Other processes on this GPU are in it too, so it is
+        bounded."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return min(total - free - torch.cuda.memory_reserved(self.device), 2 << 30) + MODULES
+
+
+@contextlib.contextmanager
+def _beside(work: Callable[[], None], stop: threading.Event) -> Iterator[None]:
+    """Inside, `work` runs in a thread, until `stop` is set."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

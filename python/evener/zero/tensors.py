@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from evener.base.given import given
 from evener.errors import UsageError
 from evener.zero.engine import Engine
 
@@ -73,6 +74,7 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
+@given
 def export(engine: Engine, path: str | Path, dtype: torch.dtype | None = None) -> Path:
     """Write the model as one safetensors file, visible when it is whole. `dtype`: the compute dtype
     by default; buffers keep theirs. All ranks call it; rank 0 writes, and its buffers."""

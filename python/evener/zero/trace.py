@@ -39,6 +39,7 @@ from evener.zero.rehearsal import specs
 from evener.zero.spans import Spans
 from evener.zero.transformers import as_real
 from evener.zero.units import Group, Piece, Unit
+from evener.zero.untouched import modules_kept, random_kept
 from evener.zero.vocabulary import Head, LazyLogits
 
 
@@ -274,7 +275,11 @@ def _run(
     recorder = _Recorder(ledger, meter.events, dtype.itemsize)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     strays: set[str] = set()
-    with _swapped(model, mode, device, dtype) as made:
+    with (
+        random_kept(),
+        modules_kept(model.modules(), values=True),
+        _swapped(model, mode, device, dtype) as made,
+    ):
         ghosts: list[tuple[Unit, list[Any]]] = []
         owner: dict[int, tuple[int, str]] = {}
         number = 0

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from evener.base.given import given
 from evener.errors import UsageError
 from evener.zero import weight
 from evener.zero.chunk import Chunk
@@ -65,8 +66,13 @@ def show(model: nn.Module, engine: Engine) -> None:
     def load(
         state: Mapping[str, Any],
         strict: bool = True,
-        assign: bool = False,  # noqa: ARG001
+        assign: bool = False,
     ) -> _IncompatibleKeys:
+        if assign:
+            raise UsageError(
+                "load_state_dict(assign=True) would take the parameters from the engine",
+                "leave assign out: values are copied into the engine",
+            )
         engine.drain()
         engine.flush()
         named = {
@@ -123,6 +129,7 @@ def _set(chunk: Chunk, piece: Piece, value: torch.Tensor) -> None:
     chunk.refresh()
 
 
+@given
 @torch.no_grad()
 def give_back(engine: Engine, model: nn.Module | None = None) -> nn.Module:
     """Close the engine and return its model with plain parameters, on the CPU: trained ones in

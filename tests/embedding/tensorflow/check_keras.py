@@ -209,3 +209,46 @@ def test_a_filter_counts_in_a_loop_of_ones_own(name):
         optimizer.apply(tape.gradient(loss, made.trainable_variables))
         assert made.layers[1].table.size() == (64 if step >= 2 else 0)
         made(IDS)  # nothing is counted where nobody trains
+
+
+def test_a_whole_model_in_hdf5_is_refused(name, tmp_path):
+    made = model(name)
+    made.fit(IDS, TARGET, verbose=0)
+    with pytest.raises(UsageError, match="would lose the rows"):
+        made.save(tmp_path / "m.h5")
+    made.save_weights(tmp_path / "m.weights.h5")
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_a_step_without_a_gradient_is_said_once_where_moments_decay(name, caplog, kind):
+    made = model(name, getattr(keras.optimizers, kind)(0.05))
+    made.fit(IDS, TARGET, verbose=0)
+    anchor, *dense = made.trainable_variables
+    for _ in range(2):
+        gradients = [None, *(tf.ones_like(variable) for variable in dense)]
+        made.optimizer.apply(gradients, [anchor, *dense])
+    said = [record for record in caplog.records if "has no gradient" in record.getMessage()]
+    assert len(said) == (kind == "Adam")
+
+
+def test_what_would_have_no_effect_is_refused(name):
+    with pytest.raises(UsageError, match="synchronous"):
+        de.DynamicEmbeddingOptimizer(keras.optimizers.SGD(), synchronous=True)
+    with pytest.raises(TypeError):
+        de.DynamicEmbeddingOptimizer(keras.optimizers.SGD(), averaged=True)
+    with pytest.raises(UsageError, match="steps_to_live"):
+        de.get_variable(name, dim=3, steps_to_live=100)
+    option = de.EmbeddingVariableOption(filter_option=de.CounterFilter(2))
+    assert de.get_variable(name, dim=3, ev_option=option, bp_v2=True)
+    assert de.get_variable(name, dim=3, ev_option=option) is de.get_variable(name, dim=3)
+    for other in ({"ev_option": de.EmbeddingVariableOption()}, {"optimizer": {"kind": "adam"}}):
+        with pytest.raises(UsageError, match="exists with"):
+            de.get_variable(name, dim=3, **other)
+
+
+def test_recomputation_has_no_silent_gradient(name):
+    table = de.get_variable(name, dim=3)
+    scale = tf.Variable(tf.ones([3]))
+    lookup = tf.recompute_grad(lambda x: table.lookup(tf.constant(IDS[:, 0])) * x * scale)
+    with pytest.raises(ValueError, match="IndexedSlices"), tf.GradientTape() as tape:
+        tape.gradient(tf.reduce_sum(lookup(tf.ones([3]))), [table.anchor, scale])

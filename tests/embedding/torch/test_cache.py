@@ -17,9 +17,12 @@ from evener.embedding import (
     AdamW,
     Counter,
     Ftrl,
+    Lamb,
     LazyAdam,
     Lru,
     Options,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
     Sgd,
     Store,
     Ttl,
@@ -88,7 +91,17 @@ def train(options: Options, cache_rows: int, prefetch: bool = False, evict: int 
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize(
     "optimizer",
-    [Sgd(weight_decay=0.01), Adagrad(), Adam(lr=0.01), LazyAdam(lr=0.01), AdamW(lr=0.01)],
+    [
+        Sgd(weight_decay=0.01),
+        Adagrad(),
+        Adam(lr=0.01),
+        LazyAdam(lr=0.01),
+        AdamW(lr=0.01),
+        RowWiseAdagrad(weight_decay=0.01),
+        RowWiseAdagrad(weight_decay=0.01, decoupled=True),
+        PartialRowWiseAdam(lr=0.01, weight_decay=0.01),
+        Lamb(lr=0.01, weight_decay=0.01),
+    ],
     ids=lambda each: type(each).__name__,
 )
 def test_the_same_bytes(optimizer: Optimizer, prefetch: bool) -> None:

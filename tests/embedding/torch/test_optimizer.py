@@ -7,15 +7,27 @@ import pytest
 import torch
 from torch import nn
 
-from evener.embedding import Adagrad, Adam, AdamW, LazyAdam, Options, Sgd, Zeros
+from evener.embedding import (
+    Adagrad,
+    Adam,
+    AdamW,
+    Lamb,
+    LazyAdam,
+    Options,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+    Sgd,
+    Zeros,
+)
 from evener.embedding.torch import (
     DynamicEmbedding,
     DynamicEmbeddingBag,
     DynamicOptimizer,
     clip_grad_norm_,
 )
-from evener.embedding.torch.table import _BACKWARD
+from evener.embedding.torch.lookups import _BACKWARD
 from evener.errors import UsageError
+from tests.embedding import formulas
 
 DIM = 4
 KEYS = torch.arange(40)
@@ -300,24 +312,40 @@ RULES = {
         AdamW(lr=0.1, eps=1e-5, weight_decay=0.3),
         lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-5, weight_decay=0.3),
     ),
+    "RowWiseAdagrad": (
+        RowWiseAdagrad(lr=0.1, eps=1e-5, weight_decay=0.3),
+        lambda p: formulas.RowWiseAdagrad(p, 0.1, eps=1e-5, weight_decay=0.3, decoupled=False),
+    ),
+    "RowWiseAdagrad, decoupled": (
+        RowWiseAdagrad(lr=0.1, eps=1e-5, weight_decay=0.3, decoupled=True),
+        lambda p: formulas.RowWiseAdagrad(p, 0.1, eps=1e-5, weight_decay=0.3, decoupled=True),
+    ),
+    "PartialRowWiseAdam": (
+        PartialRowWiseAdam(lr=0.1, eps=1e-5, weight_decay=0.3),
+        lambda p: formulas.PartialRowWiseAdam(p, 0.1, eps=1e-5, weight_decay=0.3),
+    ),
+    "LAMB": (
+        Lamb(lr=0.1, eps=1e-5, weight_decay=0.3),
+        lambda p: formulas.Lamb(p, 0.1, eps=1e-5, weight_decay=0.3),
+    ),
     "SparseAdam": (LazyAdam(lr=0.1, eps=1e-5), lambda p: torch.optim.SparseAdam(p, 0.1, eps=1e-5)),
 }
 
 
 @pytest.mark.parametrize("cache_rows", [0, 20])
 @pytest.mark.parametrize("name", RULES)
-def test_epsilon_and_decay_are_those_of_torch(name: str, cache_rows: int) -> None:
+def test_epsilon_and_decay_are_those_of_the_formula(name: str, cache_rows: int) -> None:
     """Gradients are as small as epsilon, so that its place shows."""
     made, plain = RULES[name]
-    module = DynamicEmbedding(Options(4, optimizer=made), cache_rows=cache_rows)
+    module = DynamicEmbedding(Options(20, optimizer=made), cache_rows=cache_rows)
     optimizer = DynamicOptimizer(module)
     keys = torch.arange(12)
-    dense = nn.Embedding(12, 4, sparse=name == "SparseAdam")
+    dense = nn.Embedding(12, 20, sparse=name == "SparseAdam")
     with torch.no_grad():
         dense.weight.copy_(module(keys))
     other = plain(list(dense.parameters()))
     for seed in range(6):
-        gradient = torch.randn(12, 4, generator=torch.Generator().manual_seed(seed)) * 1e-5
+        gradient = torch.randn(12, 20, generator=torch.Generator().manual_seed(seed)) * 1e-5
         for model, step in ((module, optimizer), (dense, other)):
             step.zero_grad()
             (model(keys) * gradient).sum().backward()

@@ -55,6 +55,12 @@ impl Options {
                 at_least("optimizer.weight_decay", weight_decay, 0.0)?;
                 at_least("optimizer.initial_accumulator", initial_accumulator, 0.0)?;
             }
+            Optimizer::RowWiseAdagrad {
+                eps, weight_decay, ..
+            } => {
+                at_least("optimizer.eps", eps, 0.0)?;
+                at_least("optimizer.weight_decay", weight_decay, 0.0)?;
+            }
             Optimizer::LazyAdam {
                 beta1, beta2, eps, ..
             } => {
@@ -62,7 +68,21 @@ impl Options {
                 share("optimizer.beta2", beta2)?;
                 at_least("optimizer.eps", eps, 0.0)?;
             }
-            Optimizer::Adam {
+            Optimizer::PartialRowWiseAdam {
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                ..
+            }
+            | Optimizer::Lamb {
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                ..
+            }
+            | Optimizer::Adam {
                 beta1,
                 beta2,
                 eps,

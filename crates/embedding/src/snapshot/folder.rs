@@ -1,5 +1,6 @@
 //! Files and folders of snapshots: whole or not there, in their order, the old ones taken away.
 
+use super::files::files;
 use super::read::id_of;
 use super::write::{Instant, write};
 use super::{Kind, Saved, Saver};
@@ -8,33 +9,6 @@ use crate::table::{Table, lock};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
-
-/// The files of a folder in their order.
-pub fn files(folder: &Path) -> Result<Vec<(u64, Kind, PathBuf)>> {
-    let mut found = Vec::new();
-    let entries =
-        std::fs::read_dir(folder).map_err(io(format!("{} cannot be read", folder.display())))?;
-    for entry in entries {
-        let path = entry
-            .map_err(io(format!("{} cannot be read", folder.display())))?
-            .path();
-        let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
-        let parsed = name.strip_suffix(".evs").and_then(|name| {
-            let (kind, number) = name.split_once('-')?;
-            let kind = match kind {
-                "full" => Kind::Full,
-                "delta" => Kind::Delta,
-                _ => return None,
-            };
-            Some((number.parse().ok()?, kind))
-        });
-        if let Some((number, kind)) = parsed {
-            found.push((number, kind, path));
-        }
-    }
-    found.sort_by_key(|(number, _, _)| *number);
-    Ok(found)
-}
 
 /// Takes away what processes that were killed left half written.
 fn sweep(folder: &Path) -> Result<()> {

@@ -1,6 +1,6 @@
 //! Reads snapshots and deltas, and checks all of a file before any of it counts.
 
-use super::folder::files;
+use super::files::files;
 use super::*;
 use crate::error::{Error, Result, invalid, io};
 use crate::shard::Record;

@@ -39,7 +39,7 @@ impl Table {
         }
     }
 
-    /// Whole rows, as they are: `rows` [n, dim * (1 + slots)], the values (widened to f32) and then each
+    /// Whole rows, as they are: `rows` [n, dim + slots], the values (widened to f32) and then each
     /// slot. Keys without a row get one as in [`crate::Store::lookup`]; those that are not let in give their
     /// first values and slots, and 0 in `admitted`.
     ///

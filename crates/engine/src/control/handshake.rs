@@ -22,7 +22,7 @@ use crate::peer::{PeerKey, Transport};
 use crate::peers::Claim;
 use crate::stats::PathStats;
 use crate::sys::{self, Memory};
-use crate::task::Task;
+use crate::task::StreamTask;
 
 impl Control {
     pub(super) fn dial(
@@ -401,7 +401,7 @@ impl Control {
         let (name, interface) = nic.unwrap_or_default();
         let stats = Arc::new(PathStats::new(name, port, peer.name()));
         let fd = OwnedFd::from(socket);
-        self.shared.workers[peer.home].ask(Task::Connect {
+        self.shared.workers[peer.home].ask_own(StreamTask::Connect {
             peer,
             fd,
             path,

@@ -36,8 +36,8 @@ impl Pair {
         let mut pair = Pair {
             a: link(),
             b: link(),
-            send: Requests::new(COMM, Side::Send, 1),
-            receive: Requests::new(COMM, Side::Receive, 1),
+            send: Requests::new(COMM, Side::Send),
+            receive: Requests::new(COMM, Side::Receive),
         };
         for path in PATHS {
             pair.a.lane.path_up(path, at(0));

@@ -22,8 +22,6 @@ pub struct Ready {
     pub writable: bool,
     /// The other side is done, or the connection is broken.
     pub hung_up: bool,
-    /// There is a [`notice`](super::notice) (or an error: then it has hung up as well).
-    pub notice: bool,
 }
 
 /// An epoll instance.
@@ -135,7 +133,6 @@ impl Epoll {
                 readable: bits & libc::EPOLLIN != 0 || hung_up,
                 writable: bits & libc::EPOLLOUT != 0,
                 hung_up,
-                notice: bits & libc::EPOLLERR != 0,
             }
         }));
         Ok(())

@@ -35,31 +35,6 @@ pub unsafe fn receive(fd: RawFd, into: &[Memory]) -> io::Result<usize> {
 /// # Safety
 /// Each piece is memory that may be read until this returns.
 pub unsafe fn send(fd: RawFd, from: &[Memory]) -> io::Result<usize> {
-    // SAFETY: the caller's promise.
-    unsafe { send_with(fd, from, 0) }
-}
-
-/// As [`send`], of something that more follows at once.
-///
-/// # Safety
-/// As [`send`].
-pub unsafe fn send_more(fd: RawFd, from: Memory) -> io::Result<usize> {
-    // SAFETY: the caller's promise.
-    unsafe { send_with(fd, &[from], libc::MSG_MORE) }
-}
-
-/// As [`send`], without the kernel's copy: each call that takes something has a number, from 0 on,
-/// and [`notice`] tells when the kernel has done with it.
-///
-/// # Safety
-/// The memory may be read, and what is read is what is to be sent, until the notice has come or
-/// [`disconnect`] has returned.
-pub unsafe fn send_zero_copy(fd: RawFd, from: Memory) -> io::Result<usize> {
-    // SAFETY: the caller's promise.
-    unsafe { send_with(fd, &[from], libc::MSG_ZEROCOPY) }
-}
-
-unsafe fn send_with(fd: RawFd, from: &[Memory], flags: libc::c_int) -> io::Result<usize> {
     let mut iov = [Memory::of(&mut []).iov(); PIECES];
     let count = from.len().min(PIECES);
     for (slot, piece) in iov.iter_mut().zip(from) {
@@ -73,39 +48,10 @@ unsafe fn send_with(fd: RawFd, from: &[Memory], flags: libc::c_int) -> io::Resul
         libc::sendmsg(
             fd,
             &raw const message,
-            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | flags,
+            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
         )
     };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
-}
-
-/// Allows [`send_zero_copy`].
-pub fn allow_zero_copy(fd: RawFd) -> io::Result<()> {
-    set_option(fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1)
-}
-
-/// The kernel has done with the memory of some calls of [`send_zero_copy`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Notice {
-    /// Number of the first.
-    pub first: u32,
-    /// And of the last.
-    pub last: u32,
-    /// It had to copy.
-    pub copied: bool,
-}
-
-/// The oldest notice that has come, if any.
-pub fn notice(fd: RawFd) -> Option<Notice> {
-    /// `SO_EE_ORIGIN_ZEROCOPY` and `SO_EE_CODE_ZEROCOPY_COPIED` of linux/errqueue.h.
-    const ORIGIN: u8 = 5;
-    const COPIED: u8 = 1;
-    let error = queued_error(fd)??;
-    (error.ee_origin == ORIGIN && error.ee_errno == 0).then_some(Notice {
-        first: error.ee_info,
-        last: error.ee_data,
-        copied: error.ee_code & COPIED != 0,
-    })
 }
 
 /// Takes the oldest message of a socket's queue of errors, and the error that it names.
@@ -158,17 +104,6 @@ pub fn network_error(fd: RawFd) -> Option<bool> {
     Some(error.is_some_and(|error| {
         ORIGINS.contains(&error.ee_origin) && error.ee_errno == libc::ECONNREFUSED as u32
     }))
-}
-
-/// Resets a connection and empties what it has queued: none of it is read any more.
-pub fn disconnect(fd: RawFd) {
-    // SAFETY: an address of zeros is one without a family, which disconnects; it lives through the
-    // call. Where it fails the connection was gone already.
-    unsafe {
-        let address: libc::sockaddr = zeroed();
-        let length = size_of::<libc::sockaddr>() as libc::socklen_t;
-        libc::connect(fd, &raw const address, length);
-    }
 }
 
 fn set_option(

@@ -1,26 +1,19 @@
-//! One connection to a process: its sockets ([`packets`]), and the comms that it carries.
+//! One connection to a process: its sockets ([`sockets`]), what goes through them ([`packets`]), and the
+//! comms that it carries.
 //!
 //! Bytes go from the side that connects to the side that accepts, as NCCL's comms do, so two processes
-//! that send to each other have two. A comm is a channel of each connection that it goes over, its lanes
-//! ([`comm`](crate::comm)). The requests of a lane are the messages of its channel, in their order: request
-//! `n` is message `n / lanes` of lane `n % lanes`.
+//! that send to each other have two. A comm is a channel of one connection, and request `n` is message `n`
+//! of that channel.
 //!
 //! # Why a caller's memory is safe
 //! Only the thread that has the association reads and writes the memory of requests, while one call
 //! of [`Association::hear`] or [`Association::transmit`] runs; the kernel gets copies. It is the same
 //! thread that finishes requests and releases comms. So no memory needs a pin, as those of
-//! [`link`](crate::link) do. Of a comm with several lanes that holds for each lane and its own requests: no
-//! thread touches those of another, not even to fail them.
+//! [`link`](crate::link) do.
 //!
-//! Where a comm's memory is in frames of the cards' ([`frames`](crate::frames)), a card reads payload while it
-//! sends, which may be longer than the request: then the packet is one that its receiver has had before.
-//!
-//! # Paths
-//! A path is a source port. Those of the connecting side are dealt out over its NICs, and each goes to
-//! an address of the peer that the same place in the peer's list has. The answering side takes the
-//! routes that the kernel has, to the addresses from which it has heard.
 
 mod packets;
+mod sockets;
 #[cfg(test)]
 mod tests;
 
@@ -33,25 +26,24 @@ use evener_proto::packet::{Connection, Event, Over};
 use evener_proto::{PathId, Side, Why};
 use rustc_hash::FxHashMap;
 
-use super::ports::{Batch, LARGEST, Port};
+use super::batch::Batch;
+use super::ports::LARGEST;
 use super::signals::{self, SIGNAL, Signal, Signals, WINDOW};
 use crate::link::{OVERSIZE, REMOTE};
-use crate::lock::lock;
 use crate::log::Level;
 use crate::packets::Counted;
 use crate::peer::Peer;
 use crate::requests::{ACCEPTED, DECLINED, Requests};
 use crate::shared::Shared;
 use crate::slots::SLOTS;
-use crate::stats::{PathStats, WorkerStats};
+use crate::stats::WorkerStats;
 use crate::sys::Memory;
 use crate::trace::{Record, Ring};
+use sockets::Sockets;
 
 /// One end of a comm.
 struct End {
     requests: Arc<Requests>,
-    /// Which of the comm's lanes it is.
-    lane: usize,
     /// Number of the next request to take.
     next: u64,
     /// When each request was taken.
@@ -61,40 +53,13 @@ struct End {
 }
 
 impl End {
-    /// The request that is this message of the lane's channel.
-    fn request(&self, message: u64) -> u64 {
-        message * self.requests.lanes as u64 + self.lane as u64
-    }
-
-    fn is_own(&self, request: u64) -> bool {
-        request % self.requests.lanes as u64 == self.lane as u64
-    }
-
     /// Fails what is not finished; bytes of what was taken.
     fn settle(&self, code: usize) -> u64 {
         let slots = &self.requests.slots;
-        let bytes = slots.under_way(|request| self.is_own(request));
-        if let (Some(framed), Side::Receive) = (self.requests.framed(), self.requests.side) {
-            for memory in slots.taken(|request| self.is_own(request)) {
-                packets::give_back(framed, &memory);
-            }
-        }
-        slots.fail(code, |request| self.is_own(request));
+        let bytes = slots.under_way(|_| true);
+        slots.fail(code, |_| true);
         bytes
     }
-}
-
-/// A socket of ours, and what it did.
-struct Own {
-    port: Port,
-    /// Where it is bound.
-    at: SocketAddr,
-    path: PathId,
-    stats: Arc<PathStats>,
-    /// The card that it goes by, past the kernel.
-    card: Option<usize>,
-    /// The peer sends to it.
-    heard: bool,
 }
 
 /// What has to be done by the thread that has the association.
@@ -105,11 +70,7 @@ pub enum Effect {
         comm: u64,
         /// At this listener.
         listener: u64,
-        /// Which of its lanes this is, and how many it has.
-        lane: (usize, usize),
     },
-    /// The peer does not want to open it any more.
-    Withdraw(u64),
     /// Watch this new socket.
     Watch {
         /// Its place.
@@ -125,10 +86,7 @@ pub struct Association {
     pub random: u64,
     connection: Box<Connection>,
     initiates: bool,
-    ports: Vec<Option<Own>>,
-    remotes: Vec<SocketAddr>,
-    /// Where the last packet came from: what is to be known of it is known.
-    heard_from: Option<SocketAddr>,
+    sockets: Sockets,
     ends: FxHashMap<u32, End>,
     /// Channels of comms, by the sending process' numbers.
     channels: FxHashMap<u64, u32>,
@@ -136,14 +94,8 @@ pub struct Association {
     signals: Signals,
     effects: Vec<Effect>,
     counted: Counted,
-    /// Channels for whose bytes there was no frame: a mistake of this process.
-    starved: Vec<u32>,
     /// Where what happens is noted.
     ring: Option<Ring>,
-    /// Before this time no socket is opened: one could not be.
-    opens_again: Duration,
-    /// Packets that the peer's host has refused while it was silent.
-    refused: u32,
     /// Since when no comm has been here.
     pub idle: Duration,
 }
@@ -158,7 +110,7 @@ fn code(why: Why) -> usize {
 /// Bytes of a message that is taken and not finished.
 fn memory(end: Option<&End>, message: u64, offset: u64, length: usize) -> Option<Memory> {
     let end = end?;
-    let memory = end.requests.slots.memory(end.request(message))?;
+    let memory = end.requests.slots.memory(message)?;
     memory.part(offset, length)
 }
 
@@ -173,6 +125,7 @@ impl Association {
         now: Duration,
     ) -> Association {
         peer.connections.fetch_add(1, Ordering::Relaxed);
+        let sockets = Sockets::new(peer.clone(), initiates, remotes);
         if ring.is_some() {
             connection.trace();
         }
@@ -181,19 +134,14 @@ impl Association {
             random,
             connection,
             initiates,
-            ports: Vec::new(),
-            remotes,
-            heard_from: None,
+            sockets,
             ends: FxHashMap::default(),
             channels: FxHashMap::default(),
             next_channel: signals::CHANNEL + 1,
             signals: Signals::default(),
             effects: Vec::new(),
             counted: Counted::default(),
-            starved: Vec::new(),
             ring,
-            opens_again: Duration::ZERO,
-            refused: 0,
             idle: now,
         };
         for _ in 0..WINDOW {
@@ -260,7 +208,7 @@ impl Association {
         let (window, _, _) = self.connection.window();
         let trip = self.connection.round_trip();
         let stats = self.connection.stats();
-        for own in self.ports.iter().flatten() {
+        for own in self.sockets.iter() {
             own.stats.steered(window, Duration::ZERO);
             own.stats
                 .measured(trip.smoothed(), stats.lost + stats.timed_out);
@@ -274,12 +222,17 @@ impl Association {
 
     /// A socket, to be watched.
     pub fn fd(&self, path: usize) -> Option<i32> {
-        Some(self.ports.get(path)?.as_ref()?.port.fd())
+        Some(self.sockets.get(path)?.port.fd())
     }
 
     /// The port number of a path.
     pub fn number(&self, path: usize) -> Option<u16> {
-        Some(self.ports.get(path)?.as_ref()?.at.port())
+        Some(self.sockets.get(path)?.at.port())
+    }
+
+    /// Closes the socket of a path ([`Sockets::cut`]).
+    pub fn cut(&mut self, path: PathId, why: &str, shared: &Shared) {
+        self.sockets.cut(path, why, shared);
     }
 
     // ---- comms ----
@@ -289,39 +242,37 @@ impl Association {
         self.signals.say(number, signal);
     }
 
-    pub(super) fn begin(&mut self, channel: u32, requests: &Arc<Requests>, lane: usize) {
+    pub(super) fn begin(&mut self, channel: u32, requests: &Arc<Requests>) {
         let end = End {
             requests: requests.clone(),
-            lane,
-            next: lane as u64,
+            next: 0,
             taken: [Duration::ZERO; SLOTS],
             failed: false,
         };
         self.ends.insert(channel, end);
         self.channels.insert(requests.id, channel);
-        requests.register(lane);
+        requests.register();
     }
 
-    /// Adds a lane of a sending end, and asks the peer to open it at its listener.
-    pub fn open(&mut self, requests: &Arc<Requests>, lane: usize, listener: u64) {
+    /// Adds a sending end, and asks the peer to open it at its listener.
+    pub fn open(&mut self, requests: &Arc<Requests>, listener: u64) {
         let channel = self.next_channel;
         self.next_channel += 1;
-        self.begin(channel, requests, lane);
+        self.begin(channel, requests);
         self.say(Signal::Open {
             channel,
             comm: requests.id,
             listener,
-            lane: (lane, requests.lanes),
         });
     }
 
-    /// Adds a lane of the receiving end of a comm that the peer has offered. It fails for one that is gone.
-    pub fn take(&mut self, requests: &Arc<Requests>, lane: usize) {
+    /// Adds the receiving end of a comm that the peer has offered. It fails for one that is gone.
+    pub fn take(&mut self, requests: &Arc<Requests>) {
         match self.channels.get(&requests.id).copied() {
-            Some(channel) => self.begin(channel, requests, lane),
+            Some(channel) => self.begin(channel, requests),
             None => {
                 requests.fail(Why::PeerClosed);
-                requests.register(lane);
+                requests.register();
             }
         }
     }
@@ -338,8 +289,8 @@ impl Association {
         }
     }
 
-    /// The caller has closed a comm: no memory of this lane is used from here on.
-    pub fn release(&mut self, requests: &Requests, lane: usize, now: Duration) {
+    /// The caller has closed a comm: no memory of it is used from here on.
+    pub fn release(&mut self, requests: &Requests, now: Duration) {
         if let Some(channel) = self.channels.remove(&requests.id) {
             self.connection.forget(channel);
             if let Some(end) = self.ends.remove(&channel) {
@@ -348,14 +299,14 @@ impl Association {
             self.say(Signal::Closed(channel));
         }
         self.idle = now;
-        requests.let_go(lane);
+        requests.let_go();
     }
 
     fn less(&self, bytes: u64) {
         self.peer.traffic.under_way[self.side() as usize].fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Ends what is here of comms that have failed, where other lanes or the caller have found it.
+    /// Ends what is here of comms that have failed, where the caller has found it.
     pub fn fail_with_others(&mut self, shared: &Shared) {
         let failed = self.ends.iter().filter(|(_, end)| !end.failed);
         let failed = failed.filter_map(|(channel, end)| Some((*channel, end.requests.failure()?)));
@@ -395,19 +346,18 @@ impl Association {
             return;
         };
         if let Some(why) = end.requests.failure() {
-            // What was taken before another lane failed is settled as well.
+            // What was taken before the caller found it is settled as well.
             let less = end.settle(code(why));
             self.less(less);
             return;
         }
         while let Some(length) = end.requests.slots.take(end.next) {
             end.taken[end.next as usize % SLOTS] = now;
-            end.next += end.requests.lanes as u64;
+            end.next += 1;
             self.peer.traffic.under_way[side as usize].fetch_add(length as u64, Ordering::Relaxed);
-            let unit = end.requests.framed().map_or(0, |framed| framed.unit);
             match side {
-                Side::Send => self.connection.send_bare(channel, length as u64, unit),
-                Side::Receive => self.connection.post_bare(channel, length as u64, unit),
+                Side::Send => self.connection.send(channel, length as u64),
+                Side::Receive => self.connection.post(channel, length as u64),
             };
         }
     }
@@ -463,12 +413,11 @@ impl Association {
                 let Some(end) = self.ends.get(&channel) else {
                     return;
                 };
-                let request = end.request(message);
-                let since = end.taken[request as usize % SLOTS];
+                let since = end.taken[message as usize % SLOTS];
                 self.peer.traffic.took.count(now.saturating_sub(since));
-                if let Some(memory) = end.requests.slots.memory(request) {
+                if let Some(memory) = end.requests.slots.memory(message) {
                     self.less(memory.length as u64);
-                    end.requests.slots.finish(request, memory.length);
+                    end.requests.slots.finish(message, memory.length);
                 }
             }
             Event::Received {
@@ -484,11 +433,10 @@ impl Association {
                         self.obey(signal, shared);
                     }
                 } else if let Some(end) = self.ends.get(&channel)
-                    && let request = end.request(message)
-                    && let Some(memory) = end.requests.slots.memory(request)
+                    && let Some(memory) = end.requests.slots.memory(message)
                 {
                     self.less(memory.length as u64);
-                    end.requests.slots.finish(request, length as usize);
+                    end.requests.slots.finish(message, length as usize);
                 }
             }
             Event::TooLong {
@@ -532,14 +480,9 @@ impl Association {
                 channel,
                 comm,
                 listener,
-                lane,
             } => {
                 self.channels.insert(comm, channel);
-                self.effects.push(Effect::Offer {
-                    comm,
-                    listener,
-                    lane,
-                });
+                self.effects.push(Effect::Offer { comm, listener });
             }
             Signal::Opened(channel) | Signal::Declined(channel) => {
                 if let Some(end) = self.ends.get(&channel) {
@@ -552,14 +495,7 @@ impl Association {
                 self.fail(channel, Why::PeerClosed, shared);
                 // An offer that nobody has taken yet.
                 if !self.ends.contains_key(&channel) {
-                    let effects = &mut self.effects;
-                    self.channels.retain(|comm, of| {
-                        let closed = *of == channel;
-                        if closed {
-                            effects.push(Effect::Withdraw(*comm));
-                        }
-                        !closed
-                    });
+                    self.channels.retain(|_, of| *of != channel);
                 }
             }
         }
@@ -577,7 +513,7 @@ impl Association {
         self.transmit(batch, shared, counts, now);
         for end in self.ends.values() {
             self.less(end.settle(REMOTE));
-            end.requests.let_go(end.lane);
+            end.requests.let_go();
         }
         self.ends.clear();
     }
@@ -586,11 +522,7 @@ impl Association {
     pub fn bury(&mut self, why: &str, shared: &Shared) {
         self.counted.bring(&self.connection, &shared.packets);
         self.trace_notes();
-        shared.arrivals.withdraw(None, &self.peer);
-        let mut paths = lock(&shared.paths);
-        for own in self.ports.drain(..).flatten() {
-            paths.end(self.peer.key.mirror, own.path, why);
-        }
+        self.sockets.close(why, shared);
         self.peer.connections.fetch_sub(1, Ordering::Release);
     }
 }

@@ -15,16 +15,12 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use evener_proto::line::LINE;
 use evener_proto::packet::Arrival;
-use evener_proto::packet::format::BARE;
-use evener_xdp::port::{Sent, frame_size};
-use evener_xdp::{Card, Mode, Part, Pool, Rule, Wanted};
+use evener_xdp::port::Sent;
+use evener_xdp::{Card, Mode, Rule, Wanted};
 
-use super::instance;
 use super::ports::{Came, Port};
 use crate::fds;
-use crate::frames::Frames;
 use crate::log::Level;
 use crate::nics::Nic;
 use crate::shared::Shared;
@@ -36,10 +32,6 @@ const NUMBERS: u16 = 256;
 const LOWEST: u16 = 10_240;
 const HIGHEST: u16 = 32_000;
 const TRIES: usize = 64;
-/// Places of each ring, where callers have frames.
-const PLACES: u32 = 4096;
-/// Payload of a frame is a multiple of it.
-const ALIGNED: usize = LINE as usize;
 /// Packets that are read at once.
 const MOST: usize = 256;
 /// Packets that are queued before they are sent. In copy mode the call that sends moves each packet itself,
@@ -68,8 +60,6 @@ pub struct Cards {
     all: Vec<One>,
     numbers: Vec<Number>,
     first: u16,
-    /// What callers have.
-    frames: Option<Arc<Frames>>,
     /// The kernel had no room for all that was queued.
     left: bool,
     /// Packets that are queued.
@@ -109,29 +99,6 @@ fn unfit(nic: &Nic, loopback: bool) -> Option<&'static str> {
     }
 }
 
-/// Memory for the cards of these interfaces, with frames for callers; `None`: none are wanted, or there is no
-/// memory, which is logged.
-fn pool(shared: &Shared) -> Option<(Pool, u16)> {
-    let wanted = shared.config.frames?;
-    let fit = |nic: &&Nic| unfit(nic, nic.address.is_loopback()).is_none();
-    let nics: Vec<&Nic> = shared.nics.iter().filter(fit).collect();
-    let size = nics
-        .iter()
-        .map(|nic| frame_size(instance::mtu(nic)))
-        .max()?;
-    // What is known to arrive, before larger packets are tried.
-    let unit = (instance::config(shared).datagram - BARE) / ALIGNED * ALIGNED;
-    let each = (wanted.receive + PLACES, PLACES);
-    match Pool::new(size, wanted.send, nics.len() as u32, each) {
-        Ok(pool) => Some((pool, unit as u16)),
-        Err(error) => {
-            let text = format!("xdp: no memory for frames of callers ({error}): they are copied");
-            shared.log(Level::Warn, &text);
-            None
-        }
-    }
-}
-
 impl Cards {
     /// Those of all interfaces that can be had. What is taken and what is not is logged, a line for
     /// each; `None`: none, and UDP sockets do all the work.
@@ -145,8 +112,6 @@ impl Cards {
             }
         };
         let mut all = Vec::new();
-        let pool = pool(shared);
-        let mut places = 0..;
         for nic in &shared.nics {
             let loopback = nic.address.is_loopback();
             let (address, refused) = match nic.address {
@@ -159,12 +124,7 @@ impl Cards {
                 continue;
             }
             let ports = first..=first + (NUMBERS - 1);
-            let mut wanted = Wanted::new(&nic.name, Rule { address, ports });
-            if let (Some((pool, _)), Some(place)) = (&pool, places.next()) {
-                let pool = pool.clone();
-                wanted.part = Some(Part { pool, place });
-                wanted.frames = PLACES;
-            }
+            let wanted = Wanted::new(&nic.name, Rule { address, ports });
             match Card::open(&wanted) {
                 Ok((card, mut ports)) => {
                     shared.log(Level::Info, &format!("xdp: {}", card.summary()));
@@ -183,17 +143,10 @@ impl Cards {
         if all.is_empty() {
             return None;
         }
-        let frames = pool
-            .zip(shared.config.frames)
-            .map(|((pool, unit), wanted)| {
-                let new = || Arc::new(Frames::new(pool, unit, wanted.receive));
-                shared.frames.get_or_init(new).clone()
-            });
         let cards = Cards {
             all,
             numbers,
             first,
-            frames,
             left: false,
             queued: 0,
         };
@@ -272,7 +225,7 @@ impl Cards {
                 self.left = true;
                 true
             }
-            Sent::ByKernel | Sent::TooLong | Sent::Busy => false,
+            Sent::ByKernel | Sent::TooLong => false,
         }
     }
 
@@ -286,58 +239,13 @@ impl Cards {
         sends
     }
 
-    /// Queues a packet whose payload is in a lent frame: `head` is what comes before it. `false`: it has to be copied.
-    pub fn send_lent(
-        &mut self,
-        card: usize,
-        from: u16,
-        to: SocketAddr,
-        head: &[u8],
-        (frame, payload): (u32, usize),
-    ) -> bool {
-        let (Some(one), SocketAddr::V4(to)) = (self.all.get_mut(card), to) else {
-            return false;
-        };
-        let sent = one
-            .port
-            .send_lent(from, to, frame, (head, payload), Instant::now());
-        match sent {
-            Sent::Framed => {
-                self.queued += 1;
-                true
-            }
-            // Lost, as in the network: it goes again.
-            Sent::Full => {
-                self.left = true;
-                true
-            }
-            Sent::ByKernel | Sent::TooLong | Sent::Busy => false,
-        }
-    }
-
-    /// Copies payload that came another way into a frame for callers: where it is. `None`: none is free.
-    pub fn copy_in(&mut self, bytes: &[u8]) -> Option<usize> {
-        self.all.iter_mut().find_map(|one| one.port.copy_in(bytes))
-    }
-
-    /// Takes the frames that callers have given back.
-    pub fn take_back(&mut self) {
-        let Some(frames) = &self.frames else {
-            return;
-        };
-        for at in frames.returned() {
-            self.all.iter_mut().any(|one| one.port.give_back(at));
-        }
-    }
-
     /// Sends what is queued.
     pub fn flush(&mut self) {
         (self.left, self.queued) = (false, 0);
         for one in &mut self.all {
-            match one.port.flush() {
-                Ok(all) => self.left |= !all,
-                // The interface is down: what is lost goes again, by others, and from the same frames.
-                Err(_) => one.port.let_all_go(),
+            // Where the interface is down, what is lost goes again, by others.
+            if let Ok(all) = one.port.flush() {
+                self.left |= !all;
             }
         }
     }
@@ -362,23 +270,23 @@ impl Cards {
         self.left
     }
 
-    /// Hands on what a card has: the path that it is for, its port number, and the packet. How many. The last argument
-    /// says whether the packet stays, and when its wait was measured; who says `true` keeps the frame of one that stays.
+    /// Hands on what a card has: the path that it is for, its port number, the packet, and when its wait was measured.
+    /// How many.
     pub fn receive(
         &mut self,
         card: usize,
-        mut each: impl FnMut(Owner, u16, &Came<'_>, (bool, Instant)) -> bool,
+        mut each: impl FnMut(Owner, u16, &Came<'_>, Instant),
     ) -> usize {
         let (numbers, first) = (&self.numbers, self.first);
         let Some(one) = self.all.get_mut(card) else {
             return 0;
         };
-        one.port.receive_or_keep(MOST, |came| {
+        one.port.receive(MOST, |came| {
             let place = came.to.port().checked_sub(first).map(usize::from);
             let number = place.and_then(|place| numbers.get(place));
             // To a number that no path has now: a late answer, or a stranger.
             let owner = number.and_then(|number| number.owner);
-            owner.is_some_and(|owner| {
+            if let Some(owner) = owner {
                 let packet = Came {
                     packet: came.packet,
                     from: SocketAddr::V4(came.from),
@@ -388,8 +296,8 @@ impl Cards {
                         waited: came.waited,
                     },
                 };
-                each(owner, came.to.port(), &packet, (came.stays, came.seen))
-            })
+                each(owner, came.to.port(), &packet, came.seen);
+            }
         })
     }
 }

@@ -1,21 +1,19 @@
 //! An association whose peer has the key and lies: for the fuzz target and for a test with random
 //! bytes. No sockets, no threads, no clock.
 //!
-//! The memory of its comm lies between two fences, and so do the tables of a second one, whose requests are in
-//! frames. The bytes of the input say what the peer says: packets with right tags and any frames, bare ones too,
-//! signals in any order, bytes into any place.
+//! The memory of its comm lies between two fences. The bytes of the input say what the peer says: packets with right
+//! tags and any frames, signals in any order, bytes into any place.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use evener_proto::Side;
 use evener_proto::packet::auth::Key;
-use evener_proto::packet::format::{BARE, HEADER, Haste, Header, Kind, VERSION};
+use evener_proto::packet::format::{HEADER, Haste, Header, Kind, VERSION};
 use evener_proto::packet::{Accepted, Arrival, Config, Connection, JobKey, Own, accept};
 
 use super::association::Association;
 use super::ports::Came;
-use crate::frames::{Framed, Frames};
 use crate::link::Link;
 use crate::peer::{Peer, PeerKey, Transport};
 use crate::requests::Requests;
@@ -27,10 +25,6 @@ const FENCE: usize = 64;
 const ROOM: usize = 600;
 const FENCE_BYTE: u8 = 0xa5;
 const COMM: u64 = 5;
-const FRAMED: u64 = 6;
-/// Payload of a bare packet, and the words of a table.
-const UNIT: usize = 20;
-const WORDS: usize = ROOM / UNIT;
 
 /// What the side with this number says of itself.
 pub fn own(number: u32) -> Own {
@@ -44,10 +38,7 @@ pub fn own(number: u32) -> Own {
 pub fn next(connection: &mut Connection, now: Duration) -> Option<Vec<u8>> {
     let mut out = [0; 1500];
     let sent = connection.transmit(now, &mut out, &mut |_, to| to.fill(1))?;
-    let payload = sent.bare.map_or(0, |span| span.length as usize);
-    let place = out.get_mut(sent.length..sent.length + payload)?;
-    place.fill(1);
-    Some(out[..sent.length + payload].to_vec())
+    Some(out[..sent.length].to_vec())
 }
 
 /// Who calls, who has accepted that (its number is 2), and the key of what the first one says. The second
@@ -86,23 +77,9 @@ pub fn packet(
     header.emit(&mut packet);
     packet.extend(body);
     if let Some(key) = key {
-        let end = match kind {
-            Kind::Bare => BARE.min(packet.len()),
-            _ => packet.len(),
-        };
-        key.seal(&mut packet[..end], number);
+        key.seal(&mut packet, number);
     }
     packet
-}
-
-/// Frames that no card has.
-fn frames() -> Option<Arc<Frames>> {
-    static FRAMES: OnceLock<Option<Arc<Frames>>> = OnceLock::new();
-    let made = FRAMES.get_or_init(|| {
-        let pool = evener_xdp::Pool::new(2048, 1, 1, (1, 1)).ok()?;
-        Some(Arc::new(Frames::new(pool, UNIT as u16, 1)))
-    });
-    made.clone()
 }
 
 /// A peer that nobody knows.
@@ -131,25 +108,13 @@ fn talk(data: &[u8]) -> Option<Vec<u8>> {
     let mut victim = Association::new(peer(), end, vec![from], None, now);
     let shared = Shared::for_tests();
     let mut memory = vec![FENCE_BYTE; FENCE + 3 * ROOM + FENCE];
-    let requests = Requests::new(COMM, Side::Receive, 1);
-    victim.begin(1, &requests, 0);
+    let requests = Requests::new(COMM, Side::Receive);
+    victim.begin(1, &requests);
     for place in 0..3 {
         let memory = Memory::of(&mut memory[FENCE + place * ROOM..FENCE + (place + 1) * ROOM]);
         requests.slots.post(place as u64, memory);
     }
     victim.poll(COMM, now);
-    let mut tables = vec![usize::MAX; 3 * WORDS + 2];
-    tables[1..=3 * WORDS].fill(0);
-    let framed = Requests::new(FRAMED, Side::Receive, 1);
-    let (frames, unit) = (frames()?, UNIT as u16);
-    framed.frame(Framed { frames, unit });
-    victim.begin(2, &framed, 0);
-    for place in 0..3 {
-        let start = tables[1 + place * WORDS..].as_mut_ptr().cast();
-        let length = ROOM;
-        framed.slots.post(place as u64, Memory { start, length });
-    }
-    victim.poll(FRAMED, now);
     let mut number = 0u64;
     let mut rest = data;
     while let Some((what, more)) = rest.split_first() {
@@ -159,7 +124,6 @@ fn talk(data: &[u8]) -> Option<Vec<u8>> {
         number += 1 + u64::from(what / 250) * 5000;
         let kind = match what % 64 {
             63 => Kind::Hello,
-            48..63 => Kind::Bare,
             _ => Kind::Data,
         };
         let key = (what % 32 != 31).then_some(&session);
@@ -174,27 +138,19 @@ fn talk(data: &[u8]) -> Option<Vec<u8>> {
             },
         };
         let at = Duration::from_millis(number);
-        let stays = what & 8 != 0;
-        let kept = victim.hear_or_keep(&came, at, stays, &mut |_| Some(1));
-        assert!(
-            kept != Ok(true) || (stays && kind == Kind::Bare),
-            "kept for nothing"
-        );
+        let _ = victim.hear(&came, at);
         victim.digest(&shared, Duration::from_millis(number));
         let (before, after) = (&memory[..FENCE], &memory[FENCE + 3 * ROOM..]);
         let whole = before.iter().chain(after).all(|byte| *byte == FENCE_BYTE);
         assert!(whole, "bytes beyond the posted memory");
-        let whole = tables[0] == usize::MAX && tables[3 * WORDS + 1] == usize::MAX;
-        assert!(whole, "words beyond the posted tables");
     }
-    memory.extend(tables.iter().map(|word| u8::from(*word != 0)));
     Some(memory)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use evener_proto::packet::format::{Writer, bare};
+    use evener_proto::packet::format::Writer;
     use proptest::prelude::*;
 
     proptest! {
@@ -209,28 +165,6 @@ mod tests {
                 data.extend(body);
             }
             run(&data);
-        }
-    }
-
-    /// That it reaches a table: the word of an honest bare chunk is written, and of its piece alone.
-    #[test]
-    fn an_honest_bare_chunk_is_told() {
-        for stays in [0, 8] {
-            let mut packet = vec![0; BARE];
-            assert!(bare::emit(
-                &mut packet,
-                (2, 1),
-                2 * UNIT as u64,
-                UNIT,
-                false
-            ));
-            packet.extend([7; UNIT]);
-            let mut data = vec![48 | stays, (packet.len() - HEADER) as u8];
-            data.extend(&packet[HEADER..]);
-            let said = talk(&data).expect("all of it is said");
-            let words = &said[FENCE + 3 * ROOM + FENCE..];
-            let written: Vec<usize> = (1..=3 * WORDS).filter(|at| words[*at] != 0).collect();
-            assert_eq!(written, [1 + WORDS + 2]);
         }
     }
 

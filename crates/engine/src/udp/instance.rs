@@ -11,26 +11,25 @@ use std::time::{Duration, Instant};
 
 use evener_proto::Side;
 use evener_proto::packet::format::{Header, Kind};
-use evener_proto::packet::{Accepted, Arrival, Config, Connection, JobKey, accept, greeting};
+use evener_proto::packet::{Accepted, Arrival, Connection, JobKey, accept, greeting};
 
 use super::association::{Association, Effect};
 use super::away::Away;
+use super::batch::Batch;
 use super::cards::Cards;
-use super::own;
-use super::ports::{Batch, Came, LARGEST, Port, Reader};
-use crate::arrivals::Came as Arrived;
+use super::ports::{Came, Port, Reader};
+use super::{config, own};
 use crate::comm::Comm;
 use crate::config::Choice;
 use crate::doorbell::BITS;
 use crate::inbox::taken;
 use crate::lock::lock;
 use crate::log::Level;
-use crate::nics::Nic;
 use crate::peer::{Peer, PeerKey, Transport};
 use crate::peers::Claim;
 use crate::shared::Shared;
 use crate::sys::{self, Epoll, Ready};
-use crate::task::Task;
+use crate::task::{Asked, Hello, Task};
 use crate::trace::Ring;
 
 /// Idle for this long, it sleeps.
@@ -45,29 +44,29 @@ const HELLOS: Duration = Duration::from_secs(30);
 /// Between two looks at what is over.
 const SWEEP: Duration = Duration::from_millis(100);
 const WAKER: u64 = u64::MAX;
-const DOOR: u64 = u64::MAX - 1;
+const RECEPTION: u64 = u64::MAX - 1;
 /// With the place of a card in its low bits.
 const CARD: u64 = 1 << 63;
 
 /// Where hellos arrive, and which instance has got which.
-pub struct Door {
+pub struct Reception {
     port: Port,
     known: HashMap<u64, (usize, Duration)>,
     next: usize,
 }
 
-impl Door {
+impl Reception {
     /// At this port of all addresses.
     ///
     /// # Errors
     /// Errors of the socket.
-    pub fn open(v6: bool, number: u16) -> std::io::Result<Door> {
+    pub fn open(v6: bool, number: u16) -> std::io::Result<Reception> {
         let any = if v6 {
             IpAddr::from([0u16; 8])
         } else {
             IpAddr::from([0u8; 4])
         };
-        Ok(Door {
+        Ok(Reception {
             port: Port::bind(SocketAddr::new(any, number), None)?,
             known: HashMap::new(),
             next: 0,
@@ -80,7 +79,7 @@ pub struct Instance {
     index: usize,
     shared: Arc<Shared>,
     epoll: Epoll,
-    door: Option<Door>,
+    reception: Option<Reception>,
     associations: Vec<Option<Association>>,
     /// Which comms share a bit of the bell.
     bits: Vec<Vec<(Arc<Peer>, u64)>>,
@@ -94,32 +93,8 @@ pub struct Instance {
     stopped: bool,
 }
 
-/// Bytes that a link carries in a packet, its headers included.
-pub(super) fn mtu(nic: &Nic) -> usize {
-    let text = std::fs::read_to_string(format!("/sys/class/net/{}/mtu", nic.name));
-    text.ok()
-        .and_then(|text| text.trim().parse().ok())
-        .unwrap_or(1500)
-}
-
-/// What a connection is made with.
-pub(super) fn config(shared: &Shared) -> Config {
-    let least = shared.nics.iter().map(mtu).min().unwrap_or(1500);
-    let v6 = shared.nics.iter().any(|nic| nic.address.is_ipv6());
-    let headers = if v6 { 48 } else { 28 };
-    let used = shared.config.flows.clamp(1, 128);
-    Config {
-        paths: 2 * used,
-        used,
-        datagram: least.clamp(600, 1500) - headers,
-        most_datagram: least.clamp(600, LARGEST.min(9000)) - headers,
-        patience: shared.config.timeout,
-        ..Config::default()
-    }
-}
-
 impl Instance {
-    /// The instance whose [`Inbox`](crate::inbox) has this place; the first one has the door.
+    /// The instance whose [`Inbox`](crate::inbox) has this place; the first one has the reception.
     /// With a `ring` it is traced.
     ///
     /// # Errors
@@ -127,13 +102,13 @@ impl Instance {
     pub fn new(
         index: usize,
         shared: Arc<Shared>,
-        door: Option<Door>,
+        reception: Option<Reception>,
         ring: Option<Ring>,
     ) -> std::io::Result<Instance> {
         let epoll = Epoll::new()?;
-        epoll.add_readable(shared.workers[index].waker.fd(), WAKER)?;
-        if let Some(door) = &door {
-            epoll.add_readable(door.port.fd(), DOOR)?;
+        epoll.add_readable(shared.instances[index].waker.fd(), WAKER)?;
+        if let Some(reception) = &reception {
+            epoll.add_readable(reception.port.fd(), RECEPTION)?;
         }
         let mut batch = Batch::default();
         if shared.config.engine == Choice::Xdp {
@@ -146,7 +121,7 @@ impl Instance {
             index,
             shared,
             epoll,
-            door,
+            reception,
             associations: Vec::new(),
             bits: vec![Vec::new(); BITS],
             next_bit: 0,
@@ -166,7 +141,7 @@ impl Instance {
     /// Runs until it is told to stop.
     pub fn run(mut self) {
         let shared = self.shared.clone();
-        let inbox = &shared.workers[self.index];
+        let inbox = &shared.instances[self.index];
         let roomy = sys::processors() >= ROOMY;
         let mut ready: Vec<Ready> = Vec::new();
         let (mut idle_since, mut swept) = (self.now(), Duration::ZERO);
@@ -175,16 +150,18 @@ impl Instance {
             let mut active = false;
             if taken(&inbox.has_tasks) {
                 for task in inbox.take() {
-                    self.perform(task);
+                    match task {
+                        Asked::Any(task) => self.perform(task),
+                        Asked::Own(hello) => {
+                            self.hello(hello.random, &hello.packet, hello.from);
+                        }
+                    }
                 }
                 active = true;
             }
             if inbox.bell.rung() {
                 inbox.bell.drain(|bit| self.poll_bit(bit));
                 active = true;
-            }
-            if let Some(cards) = &mut self.batch.cards {
-                cards.take_back();
             }
             if self.epoll.wait(&mut ready, Some(Duration::ZERO)).is_ok() {
                 active |= self.read(&ready) > 0;
@@ -266,16 +243,16 @@ impl Instance {
         for one in ready {
             match one.token {
                 WAKER => {}
-                DOOR => came += self.greet(),
+                RECEPTION => came += self.greet(),
                 token if token & CARD != 0 => came += self.read_card((token & !CARD) as usize),
                 token => {
                     let (place, path) = ((token >> 16) as usize, (token & 0xffff) as usize);
                     let began = Instant::now();
                     if let Some(Some(one)) = self.associations.get_mut(place) {
                         let clock = || self.shared.started.elapsed();
-                        came += one.read(path, &mut self.reader, &mut self.batch.cards, clock);
+                        came += one.read(path, &mut self.reader, clock);
                     }
-                    self.shared.workers[self.index]
+                    self.shared.instances[self.index]
                         .counts
                         .read(0, began.elapsed());
                 }
@@ -291,12 +268,12 @@ impl Instance {
         let Some(cards) = &mut self.batch.cards else {
             return 0;
         };
-        let came = cards.receive(card, |(place, path), number, came, (stays, seen)| {
-            let one = all.get_mut(place).and_then(Option::as_mut);
-            let now = seen.saturating_duration_since(started);
-            one.is_some_and(|one| one.hear_card(path, number, (came, stays), now))
+        let came = cards.receive(card, |(place, path), number, came, seen| {
+            if let Some(one) = all.get_mut(place).and_then(Option::as_mut) {
+                one.hear_card(path, number, came, seen.saturating_duration_since(started));
+            }
         });
-        let counts = &self.shared.workers[self.index].counts;
+        let counts = &self.shared.instances[self.index].counts;
         counts.read(0, began.elapsed());
         came
     }
@@ -304,7 +281,7 @@ impl Instance {
     fn turn(&mut self) {
         // Borrowed: all instances would write one cache line in each turn, if each counted itself as a user.
         let shared = &*self.shared;
-        let counts = &shared.workers[self.index].counts;
+        let counts = &shared.instances[self.index].counts;
         for (place, one) in self.associations.iter_mut().enumerate() {
             let Some(one) = one else {
                 continue;
@@ -325,19 +302,12 @@ impl Instance {
                             shared.log(Level::Warn, &format!("epoll: {error}"));
                         }
                     }
-                    Effect::Offer {
-                        comm,
-                        listener,
-                        lane,
-                    } => match shared
-                        .arrivals
-                        .come((listener, comm), lane, Claim::of(&one.peer))
-                    {
-                        Arrived::Waits => {}
-                        Arrived::All(lanes) => shared.offer_all(listener, lanes, comm),
-                        Arrived::Refused => one.answer(comm, false),
-                    },
-                    Effect::Withdraw(comm) => shared.arrivals.withdraw(Some(comm), &one.peer),
+                    Effect::Offer { comm, listener } => {
+                        let claim = Claim::of(&one.peer);
+                        if let Err(claim) = shared.offer(listener, claim, comm) {
+                            shared.decline(&claim, comm);
+                        }
+                    }
                 }
             }
         }
@@ -345,46 +315,48 @@ impl Instance {
 
     /// Hears hellos: each goes to the instance that has its connection, or will.
     fn greet(&mut self) -> usize {
-        let (Some(mut door), now) = (self.door.take(), self.now()) else {
+        let (Some(mut reception), now) = (self.reception.take(), self.now()) else {
             return 0;
         };
-        let instances = self.shared.instances();
+        let instances = self.shared.instances.len();
         let key = JobKey::new(self.shared.token);
         let mut hellos = Vec::new();
         let clock = || now;
-        let came = self.reader.read(&door.port, clock, |came: &Came<'_>, _| {
-            let hello = Header::parse(came.packet).ok().and_then(|(header, _)| {
-                let is_hello = header.kind == Kind::Hello;
-                is_hello.then(|| greeting::open(came.packet, &header, &key).ok())?
+        let came = self
+            .reader
+            .read(&reception.port, clock, |came: &Came<'_>, _| {
+                let hello = Header::parse(came.packet).ok().and_then(|(header, _)| {
+                    let is_hello = header.kind == Kind::Hello;
+                    is_hello.then(|| greeting::open(came.packet, &header, &key).ok())?
+                });
+                // Whoever has not the token hears nothing.
+                if let Some(hello) = hello {
+                    hellos.push((hello.initiator, came.packet.to_vec(), came.from));
+                } else {
+                    self.shared.packets.stranger();
+                }
             });
-            // Whoever has not the token hears nothing.
-            if let Some(hello) = hello {
-                hellos.push((hello.initiator, came.packet.to_vec(), came.from));
-            } else {
-                self.shared.packets.stranger();
-            }
-        });
         for (random, packet, from) in hellos {
-            let (to, at) = door.known.entry(random).or_insert_with(|| {
+            let (to, at) = reception.known.entry(random).or_insert_with(|| {
                 // From the last one: connections of our own begin at the first, so each has a thread for itself
                 // where there are enough.
-                let place = instances.len() - 1 - door.next % instances.len();
-                door.next += 1;
-                (instances.start + place, now)
+                let place = instances - 1 - reception.next % instances;
+                reception.next += 1;
+                (place, now)
             });
             *at = now;
             if *to == self.index {
                 self.hello(random, &packet, from);
             } else {
-                self.shared.workers[*to].ask(Task::Hello {
+                self.shared.instances[*to].ask_own(Hello {
                     random,
                     packet,
                     from,
                 });
             }
         }
-        door.known.retain(|_, (_, at)| now < *at + HELLOS);
-        self.door = Some(door);
+        reception.known.retain(|_, (_, at)| now < *at + HELLOS);
+        self.reception = Some(reception);
         came.unwrap_or(0)
     }
 
@@ -398,7 +370,7 @@ impl Instance {
         };
         let mut all = self.associations.iter_mut().flatten();
         if let Some(known) = all.find(|one| one.peer.key.mirror && one.random == random) {
-            let _ = known.hear_or_keep(&came, now, false, &mut |_| None);
+            let _ = known.hear(&came, now);
             return;
         }
         let Ok(own) = own() else {
@@ -423,10 +395,10 @@ impl Instance {
             }
             Ok(Accepted::Reply(reply)) => {
                 // From any port: it names the initiator's random number.
-                if let Some(door) = &self.door {
-                    door.port.send(from, &reply, reply.len());
-                } else if let Ok(door) = Door::open(from.is_ipv6(), 0) {
-                    door.port.send(from, &reply, reply.len());
+                if let Some(reception) = &self.reception {
+                    reception.port.send(from, &reply, reply.len());
+                } else if let Ok(reception) = Reception::open(from.is_ipv6(), 0) {
+                    reception.port.send(from, &reply, reply.len());
                 }
             }
             // The tag was right: something else is not, and no answer is needed.
@@ -493,9 +465,9 @@ impl Instance {
 
     fn perform(&mut self, task: Task) {
         match task {
-            Task::Begin(comm, lane, listener) => self.begin(&comm, lane, listener),
+            Task::Begin(comm, listener) => self.begin(&comm, listener),
             Task::Accept(comm) => {
-                if let Some(one) = self.of(&comm.first().peer) {
+                if let Some(one) = self.of(&comm.peer) {
                     one.answer(comm.id, true);
                 }
             }
@@ -504,25 +476,19 @@ impl Instance {
                     one.answer(comm, false);
                 }
             }
-            Task::Release(comm, place) => {
-                let lane = &comm.lanes[place];
-                let bit = lane.bit.load(std::sync::atomic::Ordering::Relaxed);
+            Task::Release(comm) => {
+                let bit = comm.bit.load(std::sync::atomic::Ordering::Relaxed);
                 self.bits[bit]
-                    .retain(|(peer, id)| !(Arc::ptr_eq(peer, &lane.peer) && *id == comm.id));
+                    .retain(|(peer, id)| !(Arc::ptr_eq(peer, &comm.peer) && *id == comm.id));
                 let now = self.now();
                 let mut all = self.associations.iter_mut().flatten();
-                // Another lane's connection may be this thread's as well.
-                match all.find(|one| Arc::ptr_eq(&one.peer, &lane.peer) && one.has(&comm.requests))
+                // Its connection may be over, and another to the same peer here.
+                match all.find(|one| Arc::ptr_eq(&one.peer, &comm.peer) && one.has(&comm.requests))
                 {
-                    Some(one) => one.release(&comm.requests, place, now),
-                    None => comm.requests.let_go(place),
+                    Some(one) => one.release(&comm.requests, now),
+                    None => comm.requests.let_go(),
                 }
             }
-            Task::Hello {
-                random,
-                packet,
-                from,
-            } => self.hello(random, &packet, from),
             Task::Drop(peer, path, why) => {
                 let shared = self.shared.clone();
                 if let Some(one) = self.of(&peer) {
@@ -530,36 +496,28 @@ impl Instance {
                 }
             }
             Task::Stop => self.stopped = true,
-            // Of TCP's connections; here silence tells of a lost carrier in milliseconds.
-            Task::Connect { .. }
-            | Task::Adopt(..)
-            | Task::Reclaim(..)
-            | Task::Detach(_)
-            | Task::Give(..)
-            | Task::Ended(_)
-            | Task::InterfaceDown(_) => {}
         }
     }
 
-    fn begin(&mut self, comm: &Arc<Comm>, place: usize, listener: Option<u64>) {
-        let (bit, lane) = (self.next_bit, &comm.lanes[place]);
+    fn begin(&mut self, comm: &Arc<Comm>, listener: Option<u64>) {
+        let bit = self.next_bit;
         self.next_bit = (self.next_bit + 1) % BITS;
-        self.bits[bit].push((lane.peer.clone(), comm.id));
-        lane.bit.store(bit, std::sync::atomic::Ordering::Relaxed);
+        self.bits[bit].push((comm.peer.clone(), comm.id));
+        comm.bit.store(bit, std::sync::atomic::Ordering::Relaxed);
         match (comm.side, listener) {
-            (Side::Send, Some(listener)) => match self.connection_to(&lane.peer) {
-                Ok(one) => one.open(&comm.requests, place, listener),
+            (Side::Send, Some(listener)) => match self.connection_to(&comm.peer) {
+                Ok(one) => one.open(&comm.requests, listener),
                 Err(error) => {
                     let text = format!("no random numbers for a connection: {error}");
                     self.shared.log(Level::Error, &text);
                     comm.requests.fail(evener_proto::Why::PeerClosed);
                 }
             },
-            _ => match self.of(&lane.peer) {
-                Some(one) => one.take(&comm.requests, place),
+            _ => match self.of(&comm.peer) {
+                Some(one) => one.take(&comm.requests),
                 None => {
                     comm.requests.fail(evener_proto::Why::PeerClosed);
-                    comm.requests.register(place);
+                    comm.requests.register();
                 }
             },
         }
@@ -578,7 +536,7 @@ impl Instance {
     /// Looks for connections that are over, or that nobody uses.
     fn sweep(&mut self, now: Duration) {
         let shared = &*self.shared;
-        let counts = &shared.workers[self.index].counts;
+        let counts = &shared.instances[self.index].counts;
         for place in &mut self.associations {
             let Some(one) = place else {
                 continue;

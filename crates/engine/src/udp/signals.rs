@@ -4,7 +4,6 @@
 //! | bytes | what |
 //! |---|---|
 //! | 0 | 1 open, 2 opened, 3 declined, 4 closed |
-//! | 1..3 | open: which lane of the comm it is, and how many there are; 0, 0: the only one |
 //! | 4..8 | channel: the initiator chooses it |
 //! | 8..16 | open: the comm, by the sending process' number |
 //! | 16..24 | open: the listener |
@@ -29,8 +28,6 @@ pub enum Signal {
         comm: u64,
         /// Which listener.
         listener: u64,
-        /// Which of its lanes this is, and how many it has.
-        lane: (usize, usize),
     },
     /// It is open.
     Opened(u32),
@@ -48,13 +45,7 @@ impl Signal {
                 channel,
                 comm,
                 listener,
-                lane: (lane, lanes),
-            } => {
-                if lanes > 1 {
-                    (bytes[1], bytes[2]) = (lane as u8, lanes as u8);
-                }
-                (1, channel, comm, listener)
-            }
+            } => (1, channel, comm, listener),
             Signal::Opened(channel) => (2, channel, 0, 0),
             Signal::Declined(channel) => (3, channel, 0, 0),
             Signal::Closed(channel) => (4, channel, 0, 0),
@@ -78,7 +69,6 @@ impl Signal {
                 channel,
                 comm: word(8)?,
                 listener: word(16)?,
-                lane: (usize::from(bytes[1]), usize::from(bytes[2]).max(1)),
             }),
             2 => Some(Signal::Opened(channel)),
             3 => Some(Signal::Declined(channel)),
@@ -182,13 +172,11 @@ mod tests {
             channel: 7,
             comm: 1 << 40,
             listener: 9,
-            lane: (2, 3),
         };
         let whole = Signal::Open {
             channel: 8,
             comm: 3,
             listener: 9,
-            lane: (0, 1),
         };
         let said = [
             open,

@@ -7,7 +7,7 @@ use crate::crew::{Advice, EVERY};
 use crate::lock::lock;
 use crate::log::Level;
 use crate::sys;
-use crate::task::Task;
+use crate::task::StreamTask;
 
 impl Worker {
     /// Looks whether connections should be another worker's.
@@ -18,7 +18,7 @@ impl Worker {
         let [own, kernel] = sys::processor_time();
         self.shared.workers[self.index].counts.used([own, kernel]);
         let load = self.load.take(own + kernel);
-        if self.shared.streams == 1 {
+        if self.shared.workers.len() == 1 {
             return;
         }
         let Some(link) = (0..self.links.len()).max_by_key(|link| self.count(*link)) else {
@@ -62,7 +62,7 @@ impl Worker {
             // Where it fails the socket is not in there.
             let _ = self.epoll.remove(conn.fd.as_raw_fd());
             lock(&peer.link).own(conn.path, Some(to));
-            self.shared.workers[to].ask(Task::Adopt(peer.clone(), conn));
+            self.shared.workers[to].ask_own(StreamTask::Adopt(peer.clone(), conn));
         }
         if count > 0 {
             let text = format!(

@@ -49,13 +49,13 @@ impl Worker {
                 let Some(Some(conn)) = self.conns.get_mut(number) else {
                     continue;
                 };
-                let passed = now - std::mem::replace(&mut conn.asked, now);
+                conn.asked = now;
                 WorkerStats::add(&counts.looks, 1);
                 let Ok(info) = sys::tcp_info(conn.fd.as_raw_fd()) else {
                     continue;
                 };
                 conn.stats.looked(&info);
-                let lossy = conn.adapt(&info, passed);
+                let lossy = conn.adapt(&info);
                 let report = Report {
                     unconfirmed: info.unacknowledged > 0 || info.unsent > 0 || conn.queued() > 0,
                     lossy,

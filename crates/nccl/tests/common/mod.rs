@@ -97,9 +97,8 @@ pub fn again_over(engine: &str) {
     let output = Command::new(std::env::current_exe().unwrap())
         .arg("--nocapture")
         .env(ENGINE, engine)
-        // Comms go over several connections, on small machines too.
+        // Several threads, on small machines too.
         .env("EVENER_NET_WORKERS", "4")
-        .env("EVENER_NET_LANES", "4")
         .env("EVENER_DRIVE_LOG", "1")
         .output()
         .unwrap();

@@ -4,7 +4,9 @@
 //! loss of one costs nothing: the next says it again. It goes out after [`EVERY`] packets
 //! ([`EVERY_PATIENT`] if the sender has room for much more), after
 //! [`LONGEST`], or at once if the sender asks for it, which it does with the last packet that it may
-//! send: a short message does not wait for a timer. Gaps do not hasten it: over many paths packets
+//! send: a short message does not wait for a timer. A packet that comes after one that has asked, and was
+//! sent before it, is acknowledged at once too: its process may end as soon as it has the message, and its peer
+//! would wait for an answer that nobody gives. Gaps do not hasten it: over many paths packets
 //! overtake each other all the time, and what is a gap is for the sender to say.
 //!
 //! Beside the numbers stands how long the newest packet of each path took, by the two clocks: only
@@ -37,6 +39,8 @@ pub struct Received {
     waiting: u32,
     since: Option<Duration>,
     at_once: bool,
+    /// The highest number that has asked for an acknowledgement at once.
+    asked: Option<u64>,
     /// The last packet's sender could wait for [`EVERY_PATIENT`].
     patient: bool,
     /// When the highest number came.
@@ -72,7 +76,10 @@ impl Received {
         if wants {
             self.waiting += 1;
             self.since.get_or_insert(now);
-            self.at_once |= haste == Haste::Now;
+            if haste == Haste::Now {
+                self.asked = self.asked.max(Some(number));
+            }
+            self.at_once |= self.asked >= Some(number);
             self.patient = haste == Haste::Patient;
         }
     }

@@ -17,11 +17,7 @@
 //! The upper half of the packet number is not in the packet but is hashed with it, so that a packet
 //! recorded before the lower half wrapped is refused after.
 //!
-//! A bare packet ([`bare`](super::format::bare)) has the tag of its first bytes alone, up to the payload:
-//! who has the card send a device's memory does not read it. The kind of the packet is under the tag, so
-//! neither form passes for the other, and so is the payload's length.
-//!
-//! This says who sent a packet and that nobody changed it, a bare one's payload excepted. It hides nothing.
+//! This says who sent a packet and that nobody changed it. It hides nothing.
 
 mod carryless;
 

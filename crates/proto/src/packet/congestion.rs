@@ -29,6 +29,17 @@
 //! unconfirmed is the window times the round trip in parts of the way there. And bytes go at a pace there
 //! ([`pace`](super::pace)), for the acknowledgements come in bunches.
 //!
+//! # Long ways, and ways of unequal delay
+//! What a window sends at once is a queue of as much as a round trip. Where that is short beside the target nobody
+//! minds. Where it is long ([`LONG`]) windows go spread over it ([`pace`](super::pace)): at twice their rate while
+//! they double, so that the queue tells when to stop (HyStart, 2011), and at a quarter more after that. There the
+//! target is longer as well ([`STRETCH`]), as Swift's grows with the length of the way.
+//!
+//! A way that is longer than others looks like a full queue. So a path is judged by the shortest way of all until a
+//! packet that was sent at the end of a drain, with an empty queue, has said that it is longer; those that seem so
+//! are asked then. From there on its own delays and round trips count. It has to be longer by more than the target of
+//! short ways, and by twice [`SEVERAL`] packets: less is no matter on a slow network, and a queue looks so too.
+//!
 //! # By loss
 //! A loss alone changes nothing: networks lose packets for other reasons too. Where more than
 //! [`HEAVY`] of a round trip's packets are lost the queue is shorter than the target, and windows
@@ -48,6 +59,8 @@
 //! in the same way whether the queue is ever empty).
 
 use std::time::Duration;
+
+use smallvec::SmallVec;
 
 use super::ack::EVERY_PATIENT;
 use super::delivery::Delivery;
@@ -95,6 +108,12 @@ const MOST_BACK: f64 = 4.0;
 /// Who sees the wait fall to this part of what is usual, and gave up nothing, sees another's drain.
 const FELL: f64 = 0.55;
 const LOOK: Duration = Duration::from_millis(10);
+/// Round trips of this many targets are long: windows go spread over them.
+const LONG: f64 = 4.0;
+/// A queue of one in this many parts of the longest way there and back is short beside it ...
+const SHORT: f64 = 2.0;
+/// ... and may be aimed at, if it is no more than this many times what it would be else.
+const STRETCH: f64 = 3.0;
 /// How fast the last waits count where acknowledgements wait: as fast as round trips do.
 const LATELY: f64 = 4.0;
 
@@ -103,6 +122,14 @@ const LATELY: f64 = 4.0;
 struct Window {
     bytes: f64,
     shortest: Shortest,
+    /// The same by its own packets alone.
+    alone: Shortest,
+    /// Seconds of its way there and back, with nothing in its queue.
+    base: f64,
+    /// A round trip in parts of its way there: what is unconfirmed has in part arrived.
+    back: f64,
+    /// Seconds of a round trip, lately.
+    trip: f64,
     /// Seconds that its newest packet waited.
     waited: f64,
     shrunk: Duration,
@@ -113,10 +140,30 @@ struct Window {
     epoch: Duration,
     long: u32,
     competes: bool,
+    /// No packet of it has seen the end of a drain, so what it knows of its length may be a queue.
+    judged: bool,
+    /// It seems to be longer than others.
+    far: bool,
     /// It is smaller for the time of a drain.
     drained: bool,
     /// Its window before a drain, and when the queue was last short.
     saved: f64,
+}
+
+impl Window {
+    /// What may be unconfirmed.
+    fn open(&self) -> f64 {
+        self.bytes * self.back
+    }
+
+    /// The same in bytes per second, once something is known.
+    fn rate(&self) -> f64 {
+        if self.trip > 0.0 {
+            self.open() / self.trip
+        } else {
+            0.0
+        }
+    }
 }
 
 /// See the module.
@@ -125,6 +172,16 @@ pub struct Congestion {
     windows: Vec<Window>,
     /// The sum of those in use.
     total: f64,
+    /// The sum of what may be unconfirmed: windows and what is on its way back.
+    open: f64,
+    /// The same in bytes per second: each by its own round trip.
+    rate: f64,
+    /// Seconds of the longest way there and back, of those in use, with nothing in its queue.
+    longest: f64,
+    /// A round trip is known.
+    heard: bool,
+    /// Some of those in use double.
+    starting: bool,
     packet: f64,
     /// All paths: what a new one is compared with.
     shortest: Shortest,
@@ -142,8 +199,6 @@ pub struct Congestion {
     /// How far waits are from what is usual, on the average.
     apart: f64,
     shrunk: Duration,
-    /// A round trip in parts of its way there: what is unconfirmed has in part arrived.
-    back: f64,
     delivery: Delivery,
     pace: Pace,
     /// What it decided, for those who look.
@@ -157,6 +212,10 @@ impl Congestion {
         let window = Window {
             bytes: FIRST * packet / used.max(1) as f64,
             shortest: Shortest::default(),
+            alone: Shortest::default(),
+            base: 0.0,
+            back: 1.0,
+            trip: 0.0,
             waited: 0.0,
             shrunk: Duration::ZERO,
             starting: true,
@@ -164,12 +223,19 @@ impl Congestion {
             epoch: Duration::ZERO,
             long: 0,
             competes: false,
+            judged: true,
+            far: false,
             drained: false,
             saved: 0.0,
         };
         Congestion {
             windows: vec![window; count],
             total: FIRST * packet,
+            open: FIRST * packet,
+            rate: 0.0,
+            longest: 0.0,
+            heard: false,
+            starting: true,
             packet,
             shortest: Shortest::default(),
             arrived: 0,
@@ -182,7 +248,6 @@ impl Congestion {
             lately: 0.0,
             apart: 0.0,
             shrunk: now,
-            back: 1.0,
             delivery: Delivery::new(now),
             pace: Pace::new(now),
             notes: Notes::default(),
@@ -198,12 +263,12 @@ impl Congestion {
     pub fn window(&self, path: u8) -> f64 {
         self.windows
             .get(usize::from(path))
-            .map_or(0.0, |window| window.bytes * self.back)
+            .map_or(0.0, Window::open)
     }
 
     /// Bytes that all may have in flight together.
     pub fn total(&self) -> f64 {
-        (self.total * self.back).clamp(self.packet, self.most.max(self.packet))
+        self.open.clamp(self.packet, self.most.max(self.packet))
     }
 
     /// Bytes that one path should take in a row: what the connection sends in [`RUN`], and more where the network
@@ -226,6 +291,12 @@ impl Congestion {
 
     /// Whether bytes may go by the pace, if there is one.
     pub fn ready(&mut self, trip: &RoundTrip, now: Duration) -> bool {
+        let target = self.target();
+        let rate = self.is_long().then(|| {
+            let gain = if self.starting { 2.0 } else { 1.25 };
+            gain * self.rate
+        });
+        self.pace.spread(rate, target);
         self.pace.ready(self.packet, trip, now)
     }
 
@@ -257,10 +328,15 @@ impl Congestion {
 
     /// The sum, after the paths in use or their windows changed.
     pub fn sum(&mut self, used: &[u8]) {
-        let windows = used
-            .iter()
-            .filter_map(|at| self.windows.get(usize::from(*at)));
-        self.total = windows.map(|window| window.bytes).sum();
+        let windows = || {
+            used.iter()
+                .filter_map(|at| self.windows.get(usize::from(*at)))
+        };
+        self.total = windows().map(|window| window.bytes).sum();
+        self.open = windows().map(Window::open).sum();
+        self.rate = windows().map(Window::rate).sum();
+        self.longest = windows().map(|window| window.base).fold(0.0, f64::max);
+        self.starting = windows().any(|window| window.starting);
     }
 
     fn decided(&mut self, decision: Decision, path: Option<u8>, now: Duration) {
@@ -276,13 +352,34 @@ impl Congestion {
         self.notes.add(now, path.unwrap_or(u8::MAX), what);
     }
 
+    /// The same where ways are short.
+    fn alone(&self) -> f64 {
+        let base = TARGET.as_secs_f64();
+        let several = self.delivery.takes(SEVERAL * self.packet).min(LONGEST);
+        (base * (1.0 + self.uneven())).max(several)
+    }
+
     /// The wait that a connection of this size aims at, in seconds.
     fn target(&self) -> f64 {
         let packets = (self.total / self.packet).max(0.25);
         let base = TARGET.as_secs_f64();
-        let several = self.delivery.takes(SEVERAL * self.packet).min(LONGEST);
-        let alone = (base * (1.0 + self.uneven())).max(several);
+        let alone = self.alone();
+        let alone = alone * (self.longest / alone / SHORT).clamp(1.0, STRETCH);
         alone + (base * SCALING / packets.sqrt()).min(base * SCALING)
+    }
+
+    /// Whether what a window sends at once is a longer queue than what is aimed at.
+    fn is_long(&self) -> bool {
+        self.longest > LONG * self.alone()
+    }
+
+    /// The part of a window that may go over its path in a row.
+    pub fn burst(&self) -> f64 {
+        if self.is_long() {
+            (self.target() / self.longest / 2.0).min(0.5)
+        } else {
+            0.5
+        }
     }
 
     /// How far waits differ from each other, from 0 (all wait for one link) to 1 (runs meet in one of many routes).
@@ -292,23 +389,41 @@ impl Congestion {
     }
 
     /// A packet of this path took so long, by both clocks (their difference is not known).
-    pub fn delay(&mut self, path: u8, delay: u32, marked: bool, trip: &RoundTrip, now: Duration) {
+    pub fn delay(
+        &mut self,
+        path: u8,
+        (delay, marked): (u32, bool),
+        (trip, own): (&RoundTrip, &RoundTrip),
+        now: Duration,
+    ) {
         self.shortest.add(delay, now);
         let all = self.shortest.get().unwrap_or(delay);
         let target = self.target();
+        let alike = self
+            .alone()
+            .max(self.delivery.takes(2.0 * SEVERAL * self.packet));
         let Some(window) = self.windows.get_mut(usize::from(path)) else {
             return;
         };
-        // A new path is judged by what the others know: it may start in a full queue.
+        // A path is judged by what the others know: it may have started in a full queue. If it still seems longer
+        // at the end of a drain, when the queue is empty, it is.
         if window.shortest.get().is_none() {
             window.shortest.add(all, now);
         }
         window.shortest.add(delay, now);
-        let mut shortest = window.shortest.get().unwrap_or(delay);
+        window.alone.add(delay, now);
+        let longer = |shortest: Option<u32>| shortest.unwrap_or(delay).wrapping_sub(all);
+        window.far = f64::from(longer(window.alone.get())) * 1e-6 >= alike;
+        let (more, own) = if window.far && !window.judged {
+            (longer(window.alone.get()), own)
+        } else {
+            (longer(window.shortest.get()), trip)
+        };
         // Paths of one length know together more than each alone.
-        if u128::from(shortest.wrapping_sub(all)) < TARGET.as_micros() {
-            shortest = all;
-        }
+        let same = u128::from(more) < TARGET.as_micros();
+        let shortest = if same { all } else { all.wrapping_add(more) };
+        window.base = own.shortest().unwrap_or_default().as_secs_f64();
+        self.longest = self.longest.max(window.base);
         let one_way = f64::from(delay.wrapping_sub(shortest)) * 1e-6;
         // If a clock jumped, the round trip knows better.
         let least = trip.shortest().unwrap_or_default();
@@ -324,6 +439,7 @@ impl Congestion {
         }
         if window.starting && window.waited > target / 2.0 {
             window.starting = false;
+            self.starting = false;
         }
         let waited = window.waited;
         let competes = window.competes;
@@ -331,8 +447,8 @@ impl Congestion {
         self.usual += (waited - self.usual) / 32.0;
         self.lately += (waited - self.lately) / LATELY;
         let around = |wait: f64| {
-            let there = least.as_secs_f64() + wait;
-            trip.smoothed().as_secs_f64() / there.max(1e-6)
+            let there = own.shortest().unwrap_or_default().as_secs_f64() + wait;
+            own.smoothed().as_secs_f64() / there.max(1e-6)
         };
         self.pace.heard(around(self.usual));
         // Where both queues change at once, what was usual a moment ago says little.
@@ -341,7 +457,20 @@ impl Congestion {
         } else {
             self.usual
         };
-        self.back = around(wait).clamp(1.0, MOST_BACK);
+        let back = around(wait).clamp(1.0, MOST_BACK);
+        let (open, rate) = (window.open(), window.rate());
+        (window.back, window.trip) = (back, own.smoothed().as_secs_f64());
+        self.open += window.open() - open;
+        self.rate += window.rate() - rate;
+        if !self.heard {
+            // The first that is heard speaks for all: else the pace would be that of one path.
+            self.heard = true;
+            let trip = window.trip;
+            self.windows
+                .iter_mut()
+                .for_each(|window| window.trip = trip);
+            self.rate = self.open / trip.max(1e-6);
+        }
         // Another drains: if all do, all see how short the way is.
         let quiet = now.saturating_sub(self.shrunk) > trip.smoothed() * 2;
         if quiet && self.usual > target / 3.0 && waited < self.usual * FELL {
@@ -367,9 +496,9 @@ impl Congestion {
         let Some(window) = self.windows.get_mut(usize::from(path)) else {
             return;
         };
-        let before = window.bytes;
+        window.judged &= !self.drains.ended(sent);
+        let (before, open, rate) = (window.bytes, window.open(), window.rate());
         let mut shrank = false;
-        let smoothed = trip.smoothed();
         let share = bytes as f64 / total;
         let pace = ((total / packet).sqrt() * 0.25).max(1.0) * packet;
         if draining {
@@ -382,8 +511,7 @@ impl Congestion {
         } else if window.waited >= target {
             // What was sent before the last time says nothing about it.
             if sent >= window.shrunk {
-                let base = trip.shortest().unwrap_or(smoothed).as_secs_f64();
-                let part = 1.0 - (window.waited - target * LEAVE) / (base + window.waited);
+                let part = 1.0 - (window.waited - target * LEAVE) / (window.base + window.waited);
                 window.bytes *= part.clamp(0.5, 0.95);
                 window.shrunk = now;
                 self.shrunk = now;
@@ -400,26 +528,28 @@ impl Congestion {
         }
         window.bytes = window.bytes.clamp(LEAST * packet, self.most);
         self.total += window.bytes - before;
+        self.open += window.open() - open;
+        self.rate += window.rate() - rate;
         if shrank {
             self.decided(Decision::Shrink, Some(path), now);
         }
-        self.look(path, trip, now);
+        self.look(path, now);
     }
 
     /// Whether a path's queue is another connection's.
-    fn look(&mut self, path: u8, trip: &RoundTrip, now: Duration) {
+    fn look(&mut self, path: u8, now: Duration) {
         let Some(window) = self.windows.get(usize::from(path)) else {
             return;
         };
         let passed = now.saturating_sub(window.epoch);
-        if passed < LOOK || passed < trip.smoothed() * 4 {
+        if passed < LOOK || passed.as_secs_f64() < window.trip * 4.0 {
             return;
         }
         let target = self.target();
+        let long = (2.0 * target).min(ALIEN.max(1.2 * target));
         let Some(window) = self.windows.get_mut(usize::from(path)) else {
             return;
         };
-        let long = (2.0 * target).min(ALIEN.max(1.2 * target));
         if window.competes || window.least < long || window.least == f64::MAX {
             window.long = 0;
             window.saved = window.bytes;
@@ -431,9 +561,11 @@ impl Congestion {
             window.competes = true;
             window.starting = false;
             // From most of what it had when the queue became long.
-            let before = window.bytes;
+            let (before, open, rate) = (window.bytes, window.open(), window.rate());
             window.bytes = window.bytes.max(window.saved * 0.7);
             self.total += window.bytes - before;
+            self.open += window.open() - open;
+            self.rate += window.rate() - rate;
             self.decided(Decision::Compete, Some(path), now);
         }
     }
@@ -496,16 +628,34 @@ impl Congestion {
             *window = Window {
                 bytes: bytes.max(LEAST * self.packet),
                 shortest: Shortest::default(),
+                alone: Shortest::default(),
+                base: 0.0,
                 waited: 0.0,
                 least: f64::MAX,
                 long: 0,
                 competes: false,
+                judged: true,
+                far: false,
                 drained: false,
                 starting: false,
                 ..*window
             };
         }
         self.sum(used);
+    }
+
+    /// Paths of which it has to be asked how long they are, if now is the time: the queue is empty.
+    pub fn asks(&mut self, used: &[u8], now: Duration) -> SmallVec<[u8; 16]> {
+        let looks = self.drains.looks(now);
+        let open = |at: &&u8| {
+            let window = self.windows.get(usize::from(**at));
+            window.is_some_and(|window| window.judged && window.far)
+        };
+        used.iter()
+            .filter(open)
+            .filter(|_| looks)
+            .copied()
+            .collect()
     }
 
     /// Drains, on a clock.
@@ -530,20 +680,29 @@ impl Congestion {
             }
             self.sum(used);
             let competes = self.competing(used) > 0;
-            self.drains.end(competes, trip, now);
+            self.drains.end(competes, self.around(used, trip), now);
             self.decided(Decision::Refill, None, now);
         } else {
-            self.drains.begin(trip, now);
+            self.drains.begin(self.around(used, trip), now);
             for at in used {
                 if let Some(window) = self.windows.get_mut(usize::from(*at)) {
                     (window.saved, window.drained) = (window.bytes, true);
-                    window.bytes *= self.drains.leaves(trip, window.waited);
+                    window.bytes *= self.drains.leaves(window.base, window.waited);
                     window.least = f64::MAX;
                 }
             }
             self.sum(used);
             self.decided(Decision::Drain, None, now);
         }
+    }
+
+    /// A round trip of the longest path.
+    fn around(&self, used: &[u8], trip: &RoundTrip) -> Duration {
+        used.iter()
+            .filter_map(|at| self.windows.get(usize::from(*at)))
+            .filter(|window| window.far && !window.judged)
+            .map(|window| Duration::from_secs_f64(window.trip))
+            .fold(trip.smoothed(), Duration::max)
     }
 
     /// When a drain begins or ends.
@@ -567,7 +726,7 @@ mod tests {
     }
 
     fn ack(cc: &mut Congestion, path: u8, waited: u32, trip: &RoundTrip, now: Duration) {
-        cc.delay(path, 5000 + waited, false, trip, now);
+        cc.delay(path, (5000 + waited, false), (trip, trip), now);
         cc.arrived(
             path,
             1400,
@@ -617,12 +776,45 @@ mod tests {
         assert!((220e-6..260e-6).contains(&uneven), "{uneven}");
     }
 
+    /// Path 1 takes 5 ms more than path 0. That looks like a queue until a packet from the end of a drain says that
+    /// it is none; a queue of another's is one still.
+    #[test]
+    fn a_longer_path_is_known_after_a_drain() {
+        let mut cc = Congestion::new(2, 2, 1400, 1 << 30, Duration::ZERO);
+        let (short, used) = (trip(500), [0, 1]);
+        let mut long = RoundTrip::default();
+        long.sample(Duration::from_micros(10_500), Duration::ZERO);
+        let hear = |cc: &mut Congestion, longer: u32, sent: Duration, now: Duration| {
+            cc.delay(0, (5000, false), (&short, &short), now);
+            cc.delay(1, (5000 + longer, false), (&short, &long), now);
+            cc.arrived(1, 10_000_000, (sent, false), &short, now);
+            cc.windows[1].waited
+        };
+        let mut now = Duration::from_millis(1);
+        assert!(hear(&mut cc, 5000, now, now) > 0.0 && !cc.is_long());
+        now = cc.deadline();
+        assert_eq!(cc.asks(&used, now).len(), 0);
+        cc.on_time(&used, &short, now);
+        let late = cc.deadline();
+        // Sent before the queue was empty.
+        assert!(hear(&mut cc, 5000, now, late) > 0.0);
+        // It is asked, and once.
+        assert_eq!(cc.asks(&used, late)[..], [1]);
+        assert_eq!(cc.asks(&used, late).len(), 0);
+        let end = cc.deadline();
+        cc.on_time(&used, &short, end);
+        hear(&mut cc, 5000, late, end);
+        assert_eq!(hear(&mut cc, 5000, end, end), 0.0);
+        assert!(cc.is_long() && cc.burst() < 0.5 && cc.windows[1].base > 10e-3);
+        assert!((hear(&mut cc, 5300, end, end) - 300e-6).abs() < 1e-9);
+    }
+
     #[test]
     fn runs_are_longer_where_the_network_is_not_the_limit() {
         let mut cc = Congestion::new(4, 4, 1400, 1 << 30, Duration::ZERO);
-        cc.total = 1400.0 * 100.0;
+        cc.open = 1400.0 * 100.0;
         assert!(!cc.is_roomy(0) && cc.run(0) == 0.0, "too little for that");
-        cc.total = 1400.0 * 1000.0;
+        cc.open = 1400.0 * 1000.0;
         assert!(cc.is_roomy(1400 * 200) && !cc.is_roomy(1400 * 300));
         assert_eq!(cc.run(1400 * 200), 1400.0 * 125.0);
         assert_eq!(cc.run(1400 * 300), 0.0);
@@ -677,7 +869,7 @@ mod tests {
         let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
         let (used, trip) = ([0], trip(1900));
         let mut now = Duration::from_millis(1);
-        cc.delay(0, 5000, false, &trip, now);
+        cc.delay(0, (5000, false), (&trip, &trip), now);
         for _ in 0..200 {
             now += Duration::from_micros(500);
             ack(&mut cc, 0, 1800, &trip, now);
@@ -706,7 +898,7 @@ mod tests {
             let mut now = Duration::ZERO;
             for _ in 0..50 {
                 now += Duration::from_millis(1);
-                cc.delay(0, 5000, false, &trip, now);
+                cc.delay(0, (5000, false), (&trip, &trip), now);
                 cc.arrived(0, 20_000, (now, false), &trip, now);
             }
             for _ in 0..60 {

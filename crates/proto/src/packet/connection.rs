@@ -20,11 +20,12 @@ use super::ack::Received;
 use super::auth::{JobKey, Key};
 use super::congestion::Congestion;
 use super::credit::Incoming;
-use super::format::{FormatError, Greeting, Header, Kind, VERSION};
+use super::dropped::Dropped;
+use super::format::{Greeting, Header, Kind, VERSION};
 use super::greeting::{self, Own};
 use super::loss::{Content, Reordering, Unconfirmed};
 use super::mtu::Mtu;
-use super::outgoing::{Met, Outgoing, Span};
+use super::outgoing::{Met, Outgoing};
 use super::paths::Paths;
 use super::replay::Replay;
 use super::rtt::RoundTrip;
@@ -94,29 +95,6 @@ pub enum Over {
     Version(u8, u8),
 }
 
-/// Why a datagram was not taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Dropped {
-    /// Not a packet, or frames that cannot be.
-    #[error("malformed: {0}")]
-    Malformed(FormatError),
-    /// Not of one who has the job key.
-    #[error("the tag is wrong")]
-    Forged,
-    /// Seen before, or too old to know.
-    #[error("seen before")]
-    Replayed,
-    /// It breaks the rule of credits.
-    #[error("for a buffer that was not posted")]
-    NotPosted,
-    /// It belongs to another connection, or came before there is one.
-    #[error("not of this connection")]
-    Stray,
-    /// A credit or an acknowledgement that makes no sense.
-    #[error("a {0} that cannot be")]
-    Nonsense(&'static str),
-}
-
 /// What happened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
@@ -164,8 +142,6 @@ pub struct Place<'a> {
     pub offset: u64,
     /// The bytes.
     pub bytes: &'a [u8],
-    /// They came in a bare packet: the tag said nothing of them.
-    pub bare: bool,
 }
 
 /// What is known of how a datagram came.
@@ -184,8 +160,6 @@ pub struct Transmit {
     pub path: u8,
     /// Its bytes, from the start of `out`.
     pub length: usize,
-    /// Set for a bare packet: `out` has its headers, and these bytes of a message have to follow them.
-    pub bare: Option<Span>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -363,13 +337,7 @@ impl Connection {
     /// Queues a message of this many bytes; its number in the channel. They are asked for, some of them
     /// more than once, until [`Event::Sent`].
     pub fn send(&mut self, channel: u32, length: u64) -> u64 {
-        self.send_bare(channel, length, 0)
-    }
-
-    /// As [`Connection::send`], of a message that lies in pieces of `unit` bytes: each goes in a bare packet, for
-    /// which [`Connection::transmit`] writes the headers alone.
-    pub fn send_bare(&mut self, channel: u32, length: u64, unit: u16) -> u64 {
-        let (message, met) = self.outgoing.send(channel, length, unit);
+        let (message, met) = self.outgoing.send(channel, length);
         self.met(channel, message, length, met);
         message
     }
@@ -377,14 +345,9 @@ impl Connection {
     /// Posts a buffer of this many bytes; the number of the message that comes into it. It is written to
     /// until [`Event::Received`].
     pub fn post(&mut self, channel: u32, room: u64) -> u64 {
-        self.post_bare(channel, room, 0)
-    }
-
-    /// As [`Connection::post`], for bare packets of `unit` bytes of payload each, and for no others.
-    pub fn post_bare(&mut self, channel: u32, room: u64, unit: u16) -> u64 {
-        let message = self.incoming.post(channel, room, unit);
+        let message = self.incoming.post(channel, room);
         self.unsaid
-            .push_back(Content::Credit(channel, message, room, unit));
+            .push_back(Content::Credit(channel, message, room));
         message
     }
 

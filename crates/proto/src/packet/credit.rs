@@ -28,25 +28,8 @@ pub enum Verdict {
 #[derive(Debug)]
 struct Buffer {
     room: u64,
-    /// Payload of the bare packets that it takes; 0: none.
-    unit: u64,
     got: Ranges,
     total: Option<u64>,
-}
-
-impl Buffer {
-    /// Whether a chunk has the form that was asked for. In bare packets each but the last has a whole unit, at
-    /// a multiple of it: so a buffer never holds more packets than it has units.
-    fn takes(&self, chunk: &Chunk<'_>, bare: bool) -> bool {
-        let length = chunk.payload.len() as u64;
-        match self.unit {
-            0 => !bare,
-            unit => {
-                let whole = length == unit || (chunk.last && length < unit);
-                bare && whole && chunk.offset.is_multiple_of(unit)
-            }
-        }
-    }
 }
 
 /// The buffers of a channel.
@@ -66,15 +49,13 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    /// A buffer of `room` bytes is there: the number of the message that will come into it. With a `unit` it
-    /// takes bare packets of that much payload, and no others.
-    pub fn post(&mut self, channel: u32, room: u64, unit: u16) -> u64 {
+    /// A buffer of `room` bytes is there: the number of the message that will come into it.
+    pub fn post(&mut self, channel: u32, room: u64) -> u64 {
         let channel = self.channels.entry(channel).or_default();
         let message = channel.next;
         channel.next += 1;
         let buffer = Buffer {
             room,
-            unit: u64::from(unit),
             got: Ranges::default(),
             total: None,
         };
@@ -89,8 +70,8 @@ impl Incoming {
         number::expand(low, next)
     }
 
-    /// What would become of this chunk, of a bare packet or another; nothing changes.
-    pub fn judge(&self, chunk: &Chunk<'_>, bare: bool) -> Verdict {
+    /// What would become of this chunk; nothing changes.
+    pub fn judge(&self, chunk: &Chunk<'_>) -> Verdict {
         let Some(channel) = self.channels.get(&chunk.channel) else {
             return Verdict::NotPosted;
         };
@@ -105,7 +86,7 @@ impl Incoming {
         let end = chunk.offset + chunk.payload.len() as u64;
         let beyond = end > buffer.total.unwrap_or(buffer.room);
         let another_end = chunk.last && buffer.total.is_some_and(|total| total != end);
-        if beyond || another_end || !buffer.takes(chunk, bare) {
+        if beyond || another_end {
             return Verdict::NotPosted;
         }
         let there = buffer.got.contains(chunk.offset, end);
@@ -166,71 +147,36 @@ mod tests {
             payload,
         };
         assert_eq!(
-            incoming.judge(&chunk(0, 0, b"abc", true), false),
+            incoming.judge(&chunk(0, 0, b"abc", true)),
             Verdict::NotPosted
         );
-        assert_eq!(incoming.post(1, 5, 0), 0);
+        assert_eq!(incoming.post(1, 5), 0);
         assert_eq!(
-            incoming.judge(&chunk(1, 0, b"abc", true), false),
+            incoming.judge(&chunk(1, 0, b"abc", true)),
             Verdict::NotPosted
         );
         assert_eq!(
-            incoming.judge(&chunk(0, 3, b"abc", true), false),
+            incoming.judge(&chunk(0, 3, b"abc", true)),
             Verdict::NotPosted
         );
         let end = chunk(0, 2, b"cd", true);
-        assert_eq!(incoming.judge(&end, false), Verdict::Place(0));
+        assert_eq!(incoming.judge(&end), Verdict::Place(0));
         assert_eq!(incoming.placed(0, &end), None);
-        assert_eq!(incoming.judge(&end, false), Verdict::Echo);
+        assert_eq!(incoming.judge(&end), Verdict::Echo);
         assert_eq!(
-            incoming.judge(&chunk(0, 0, b"ab", true), false),
+            incoming.judge(&chunk(0, 0, b"ab", true)),
             Verdict::NotPosted
         );
         assert_eq!(
-            incoming.judge(&chunk(0, 4, b"e", false), false),
+            incoming.judge(&chunk(0, 4, b"e", false)),
             Verdict::NotPosted
         );
         assert_eq!(incoming.placed(0, &chunk(0, 0, b"ab", false)), Some(4));
-        assert_eq!(incoming.judge(&end, false), Verdict::Echo);
+        assert_eq!(incoming.judge(&end), Verdict::Echo);
         assert!(!incoming.waits());
-        assert_eq!(incoming.post(1, 0, 0), 1);
+        assert_eq!(incoming.post(1, 0), 1);
         let empty = chunk(1, 0, b"", true);
-        assert_eq!(incoming.judge(&empty, false), Verdict::Place(1));
+        assert_eq!(incoming.judge(&empty), Verdict::Place(1));
         assert_eq!(incoming.placed(1, &empty), Some(0));
-    }
-
-    #[test]
-    fn bare_packets_come_in_units_to_buffers_that_ask_for_them() {
-        let mut incoming = Incoming::default();
-        let chunk = |message, offset, payload, last| Chunk {
-            channel: 1,
-            message,
-            offset,
-            last,
-            payload,
-        };
-        incoming.post(1, 11, 4);
-        incoming.post(1, 11, 0);
-        let first = chunk(0, 0, b"abcd", false);
-        let end = chunk(0, 8, b"ijk", true);
-        assert_eq!(incoming.judge(&first, true), Verdict::Place(0));
-        assert_eq!(incoming.judge(&end, true), Verdict::Place(0));
-        for wrong in [
-            chunk(0, 0, b"abc", false),
-            chunk(0, 2, b"abcd", false),
-            chunk(0, 0, b"", false),
-            chunk(0, 4, b"abcde", true),
-            chunk(0, 8, b"abcd", true),
-        ] {
-            assert_eq!(
-                incoming.judge(&wrong, true),
-                Verdict::NotPosted,
-                "{wrong:?}"
-            );
-        }
-        assert_eq!(incoming.judge(&first, false), Verdict::NotPosted);
-        let other = chunk(1, 0, b"abcd", false);
-        assert_eq!(incoming.judge(&other, true), Verdict::NotPosted);
-        assert_eq!(incoming.judge(&other, false), Verdict::Place(1));
     }
 }

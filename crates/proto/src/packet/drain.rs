@@ -16,8 +16,6 @@
 
 use std::time::Duration;
 
-use super::rtt::RoundTrip;
-
 /// From the end of one to the next.
 pub const EVERY: Duration = Duration::from_millis(100);
 /// A drain is followed by this many round trips without.
@@ -34,6 +32,10 @@ const DEEP: u32 = 4;
 #[derive(Debug)]
 pub struct Drains {
     until: Option<Duration>,
+    /// When its last round trip begins.
+    late: Duration,
+    /// It has begun.
+    looked: bool,
     next: Duration,
     /// When the last one ended.
     last: Duration,
@@ -45,6 +47,8 @@ impl Drains {
     pub fn new(now: Duration) -> Self {
         Drains {
             until: None,
+            late: now,
+            looked: false,
             next: now + EVERY / 4,
             last: now,
             count: 0,
@@ -58,7 +62,23 @@ impl Drains {
 
     /// When one begins or ends.
     pub fn due(&self) -> Duration {
-        self.until.unwrap_or(self.next)
+        match self.until {
+            Some(_) if !self.looked => self.late,
+            Some(until) => until,
+            None => self.next,
+        }
+    }
+
+    /// Whether this was the last round trip of the last one: by then the queue is empty, if it is ours.
+    pub fn ended(&self, sent: Duration) -> bool {
+        self.looked && sent >= self.late && sent <= self.until.unwrap_or(self.last)
+    }
+
+    /// Whether that begins, once for each.
+    pub fn looks(&mut self, now: Duration) -> bool {
+        let looks = self.on() && !self.looked && now >= self.late;
+        self.looked |= looks;
+        looks
     }
 
     /// Another connection drains.
@@ -74,14 +94,17 @@ impl Drains {
     }
 
     /// One begins.
-    pub fn begin(&mut self, trip: &RoundTrip, now: Duration) {
-        self.until = Some(now + trip.smoothed() * 2 + trip.smoothed() / 2);
+    pub fn begin(&mut self, trip: Duration, now: Duration) {
+        self.looked = false;
+        self.late = now + trip + trip / 2;
+        self.until = Some(self.late + trip);
         self.count = self.count.wrapping_add(1);
     }
 
-    /// What the one that goes on leaves of a window whose packets wait for this many seconds.
-    pub fn leaves(&self, trip: &RoundTrip, waited: f64) -> f64 {
-        let base = trip.shortest().unwrap_or_default().as_secs_f64().max(1e-6);
+    /// What the one that goes on leaves of a window whose packets take `base` seconds there and back, and wait for
+    /// this many.
+    pub fn leaves(&self, base: f64, waited: f64) -> f64 {
+        let base = base.max(1e-6);
         let shallow = (base / (base + waited)).max(0.02) * TO;
         if self.count % DEEP == 1 {
             shallow.min(LEAST)
@@ -91,11 +114,11 @@ impl Drains {
     }
 
     /// It has ended.
-    pub fn end(&mut self, competes: bool, trip: &RoundTrip, now: Duration) {
+    pub fn end(&mut self, competes: bool, trip: Duration, now: Duration) {
         let times = if competes { RARER } else { 1 };
         self.until = None;
         self.last = now;
-        self.next = now + (EVERY * times).max(trip.smoothed() * REST);
+        self.next = now + (EVERY * times).max(trip * REST);
     }
 }
 
@@ -105,19 +128,19 @@ mod tests {
 
     const MILLI: Duration = Duration::from_millis(1);
 
-    fn trip() -> RoundTrip {
-        let mut trip = RoundTrip::default();
-        trip.sample(MILLI / 2, Duration::ZERO);
-        trip
-    }
+    const TRIP: Duration = Duration::from_micros(500);
 
     /// One after the other: what each leaves of a window whose packets do not seem to wait.
     fn one(drains: &mut Drains, competes: bool) -> f64 {
         let now = drains.due();
-        drains.begin(&trip(), now);
-        let leaves = drains.leaves(&trip(), 0.0);
-        assert!(drains.on() && drains.due() > now + trip().smoothed() * 2);
-        drains.end(competes, &trip(), drains.due());
+        drains.begin(TRIP, now);
+        let leaves = drains.leaves(5e-4, 0.0);
+        // Its last round trip is told once, and then its end.
+        let late = drains.due();
+        assert!(!drains.looks(now) && drains.looks(late) && !drains.looks(late));
+        assert!(drains.on() && drains.due() > now + TRIP * 2);
+        assert!(drains.ended(late) && !drains.ended(now));
+        drains.end(competes, TRIP, drains.due());
         leaves
     }
 
@@ -130,8 +153,8 @@ mod tests {
             assert_eq!(leaves, if at % 4 == 0 { LEAST } else { TO }, "{at}");
         }
         // Who knows that packets wait leaves less.
-        drains.begin(&trip(), MILLI);
-        assert!(drains.leaves(&trip(), 2e-3) < 0.2);
+        drains.begin(TRIP, MILLI);
+        assert!(drains.leaves(5e-4, 2e-3) < 0.2);
     }
 
     #[test]

@@ -15,19 +15,15 @@
 //! Bytes 0 to 16 and the layout of greetings do not change between versions (as the invariants of
 //! RFC 8999), so that two versions can tell each other what they speak.
 //!
-//! A chunk's header has 17 bytes: at MTU 1500 over IPv4 a packet carries 1431 bytes of payload, 95.4%
+//! A chunk's header has 17 bytes: at MTU 1500 over IPv4 a packet has room for 1431 bytes of payload, 95.4%
 //! of it; TCP with time stamps carries 1448.
-//!
-//! A second form has one chunk, whose payload the tag does not cover ([`bare`]).
 //!
 //! [`Frames`] checks each length before it reads, and never panics. Nothing here knows state: what a
 //! frame *may* say is the connection's to judge.
 
-pub mod bare;
 mod frame;
 mod header;
 
-pub use bare::BARE;
 pub use frame::{Ack, Chunk, Frame, Frames, Heard, Writer};
 pub use header::{GREETING, Greeting, Haste, Header, Kind};
 
@@ -39,10 +35,11 @@ pub const CHUNK: usize = 17;
 pub const PLAIN: usize = 16;
 /// Highest offset of a message: 48 bits are written.
 pub const MAX_OFFSET: u64 = (1 << 48) - 1;
-/// Most ranges in one acknowledgement, the newest not counted.
-pub const MAX_RANGES: usize = 63;
+/// Most ranges in one acknowledgement, the newest not counted. Over ways of unequal delay each run of a longer one is
+/// a gap for as long as it is on its way; what is not told is taken for lost.
+pub const MAX_RANGES: usize = 255;
 /// The only version there is.
-pub const VERSION: u8 = 4;
+pub const VERSION: u8 = 5;
 
 /// Why bytes are not a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

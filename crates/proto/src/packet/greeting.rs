@@ -10,7 +10,7 @@
 use std::time::Duration;
 
 use super::auth::JobKey;
-use super::connection::Dropped;
+use super::dropped::Dropped;
 use super::format::{GREETING, Greeting, HEADER, Haste, Header, Kind, VERSION};
 
 /// Bytes of a greeting's packet.

@@ -8,7 +8,7 @@
 //! The end of a run over one path has nothing later of its path before the next run, a turn of all
 //! paths away. There packets of *other* paths tell, by time (RACK again): where one that was sent later
 //! was acknowledged, and this one is older than packets of its path ever are when they are
-//! acknowledged ([`RoundTrip::patience`](super::rtt::RoundTrip::patience) of the path, without a floor),
+//! acknowledged ([`RoundTrip::age`](super::rtt::RoundTrip::age) of the path),
 //! it is lost. It may also be the path that is dead, so the path gets a probe and no bytes until that is
 //! answered.
 //!
@@ -19,7 +19,8 @@
 //! processor: there one packet goes again, twice, before all are taken for lost.
 //!
 //! A packet that was taken for lost and is acknowledged after all was only late: it is counted, and
-//! the bounds by which it was lost become wider ([`Reordering`], or the floor of silence).
+//! the bounds by which it was lost become wider ([`Reordering`], or the floor of silence). Those of order and age
+//! become narrower again where losses are real, as RACK's window does with what duplicates tell (section 6.2).
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -33,14 +34,16 @@ use super::trace::Cause;
 /// Later packets that prove a loss, if the network keeps the order.
 pub const REORDER: u64 = 3;
 const MOST_REORDER: u64 = 64;
+/// Losses of which none was only late, until bounds become narrower (RFC 8985, section 6.2, step 4).
+const PERSIST: u32 = 16;
 
 /// What a packet held that must arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {
     /// Bytes of a message.
     Bytes(Span),
-    /// A posted buffer: channel, message, room, and the payload of a bare packet for it (0: it takes none).
-    Credit(u32, u64, u64, u16),
+    /// A posted buffer: channel, message, room.
+    Credit(u32, u64, u64),
     /// A message that is too long: channel, message, length.
     TooLong(u32, u64, u64),
 }
@@ -138,8 +141,10 @@ impl Unconfirmed {
 #[derive(Debug, Clone, Copy)]
 pub struct Reordering {
     packets: u64,
-    /// Added to 9/8 of a round trip, in eighths.
+    /// Added to a round trip, in eighths.
     eighths: u32,
+    /// Losses since one was only late.
+    losses: u32,
 }
 
 impl Default for Reordering {
@@ -147,6 +152,7 @@ impl Default for Reordering {
         Reordering {
             packets: REORDER,
             eighths: 1,
+            losses: 0,
         }
     }
 }
@@ -156,13 +162,29 @@ impl Reordering {
     pub fn was_late(&mut self) {
         self.packets = (self.packets + 1 + self.packets / 4).min(MOST_REORDER);
         self.eighths = (self.eighths + 1).min(16);
+        self.losses = 0;
+    }
+
+    /// One was taken for lost.
+    pub fn was_lost(&mut self) {
+        self.losses += 1;
+    }
+
+    /// Where [`PERSIST`] in a row were lost, the network keeps its order better than it did. On its own, for all
+    /// paths go by the same bounds while they are looked at.
+    pub fn settle(&mut self) {
+        if self.losses >= PERSIST {
+            self.packets = (self.packets - self.packets / 4).max(REORDER);
+            self.eighths = (self.eighths - (self.eighths / 4).max(1)).max(1);
+            self.losses = 0;
+        }
     }
 
     /// How old a packet with nothing later of its path may become. That is the path's own patience: a
     /// short path must not judge a long one.
     pub fn tail(&self, path: &Path) -> Duration {
         let trip = &path.trip;
-        trip.patience(Duration::ZERO) + trip.smoothed() / 8 * (self.eighths - 1)
+        trip.age() + trip.smoothed() / 8 * (self.eighths - 1)
     }
 
     /// Takes out of a path's order what is decided, and gives what is lost by order or by age. When
@@ -171,7 +193,6 @@ impl Reordering {
         &self,
         path: &mut Path,
         unconfirmed: &Unconfirmed,
-        round_trip: Duration,
         now: Duration,
     ) -> (SmallVec<[u64; 4]>, Option<Duration>) {
         let mut lost = SmallVec::new();
@@ -187,6 +208,7 @@ impl Reordering {
             return (lost, None);
         };
         let last = path.order.partition_point(|number| *number < newest);
+        let round_trip = path.trip.smoothed().max(path.trip.latest());
         let age = round_trip + round_trip / 8 * self.eighths;
         let (mut later, mut next) = (0, None::<Duration>);
         // From the newest down: how many later ones of this path were acknowledged.
@@ -216,6 +238,7 @@ impl Reordering {
 mod tests {
     use super::*;
     use crate::packet::paths::Paths;
+    use proptest::prelude::*;
     use smallvec::smallvec;
 
     fn sent(at: u64) -> Sent {
@@ -244,9 +267,9 @@ mod tests {
             packet.fate = Fate::Arrived;
             path.newest = path.newest.max(Some((*number, packet.at)));
         }
-        let trip = Duration::from_micros(80);
+        path.trip.sample(Duration::from_micros(80), Duration::ZERO);
         let (lost, next) =
-            Reordering::default().find(path, &unconfirmed, trip, Duration::from_micros(now));
+            Reordering::default().find(path, &unconfirmed, Duration::from_micros(now));
         (lost.to_vec(), next)
     }
 
@@ -271,6 +294,43 @@ mod tests {
             bounds.was_late();
         }
         assert_eq!((bounds.packets, bounds.eighths), (MOST_REORDER, 16));
+        // Real losses make them narrow again, and not one less than many of them.
+        let lose = |count: u32, bounds: &mut Reordering| {
+            (0..count).for_each(|_| {
+                bounds.was_lost();
+                bounds.settle();
+            });
+        };
+        lose(PERSIST - 1, &mut bounds);
+        assert_eq!((bounds.packets, bounds.eighths), (MOST_REORDER, 16));
+        lose(20 * PERSIST, &mut bounds);
+        assert_eq!((bounds.packets, bounds.eighths), (REORDER, 1));
+    }
+
+    proptest! {
+        /// Whatever is lost and late, bounds stay between the narrowest and the widest, a late one never makes them
+        /// narrower, and they become narrow again where everything is lost.
+        #[test]
+        fn bounds_are_kept(late in prop::collection::vec(any::<bool>(), 0..300)) {
+            let mut bounds = Reordering::default();
+            for late in late {
+                let before = (bounds.packets, bounds.eighths);
+                if late {
+                    bounds.was_late();
+                    prop_assert!(bounds.packets >= before.0 && bounds.eighths >= before.1);
+                } else {
+                    bounds.was_lost();
+                    bounds.settle();
+                }
+                prop_assert!((REORDER..=MOST_REORDER).contains(&bounds.packets));
+                prop_assert!((1..=16).contains(&bounds.eighths));
+            }
+            for _ in 0..30 * PERSIST {
+                bounds.was_lost();
+                bounds.settle();
+            }
+            prop_assert_eq!((bounds.packets, bounds.eighths), (REORDER, 1));
+        }
     }
 
     #[test]

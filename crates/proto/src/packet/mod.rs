@@ -26,6 +26,7 @@ pub mod connection;
 pub mod credit;
 pub mod delivery;
 mod drain;
+mod dropped;
 pub mod format;
 pub mod greeting;
 pub mod loss;
@@ -43,9 +44,9 @@ pub mod trace;
 
 pub use auth::JobKey;
 pub use connection::{
-    Accepted, Arrival, Config, Connection, Dropped, Event, Over, Place, ROUND_TRIPS, Transmit,
-    accept,
+    Accepted, Arrival, Config, Connection, Event, Over, Place, ROUND_TRIPS, Transmit, accept,
 };
+pub use dropped::Dropped;
 pub use greeting::Own;
 pub use outgoing::Span;
 pub use stats::Stats;

@@ -10,10 +10,6 @@
 //! as their receiver uses them: if all went at once, all would be complete at once, and who sends a few
 //! at a time (NCCL: eight) would have nothing to send then. Channels are in turn, [`TURN`] bytes each, so
 //! none waits for another.
-//!
-//! A message may lie in pieces of one size, each in front of which there is room for a packet's headers.
-//! It goes in bare packets, one piece each ([`bare`](super::format::bare)): it is never cut elsewhere, and
-//! its receiver must have said the same size.
 
 use std::collections::VecDeque;
 
@@ -52,8 +48,6 @@ pub struct Span {
 #[derive(Debug)]
 struct Message {
     total: u64,
-    /// Bytes of its pieces; 0: it is cut as packets have room, between lines.
-    unit: u64,
     /// Bytes before it were sent at least once.
     cursor: u64,
     /// An empty message was sent, or the cursor is at the end.
@@ -101,10 +95,10 @@ type Place = (usize, u64);
 pub struct Outgoing {
     channels: Vec<Channel>,
     places: FxHashMap<u32, usize>,
-    /// Messages without credit: their length, and that of their pieces.
-    waiting: FxHashMap<Key, (u64, u16)>,
-    /// Credits without message: the room, and the pieces that are wanted.
-    credits: FxHashMap<Key, (u64, u16)>,
+    /// Messages without credit: their length.
+    waiting: FxHashMap<Key, u64>,
+    /// Credits without message: the room.
+    credits: FxHashMap<Key, u64>,
     /// Messages that have their credit and are not complete.
     started: usize,
     small: VecDeque<Place>,
@@ -141,9 +135,8 @@ impl Outgoing {
         self.channel(channel).is_some_and(|channel| channel.closed)
     }
 
-    /// A message of `total` bytes, in pieces of `unit` (0: cut between any lines). In a channel that is forgotten it gets
-    /// a number, and never goes.
-    pub fn send(&mut self, channel: u32, total: u64, unit: u16) -> (u64, Met) {
+    /// A message of `total` bytes. In a channel that is forgotten it gets a number, and never goes.
+    pub fn send(&mut self, channel: u32, total: u64) -> (u64, Met) {
         let place = self.place(channel);
         let of = &mut self.channels[place];
         let message = of.next;
@@ -152,9 +145,9 @@ impl Outgoing {
             return (message, Met::Waits);
         }
         match self.credits.remove(&(channel, message)) {
-            Some(credit) => (message, self.start((place, message), (total, unit), credit)),
+            Some(room) => (message, self.start((place, message), total, room)),
             None => {
-                self.waiting.insert((channel, message), (total, unit));
+                self.waiting.insert((channel, message), total);
                 (message, Met::Waits)
             }
         }
@@ -162,17 +155,15 @@ impl Outgoing {
 
     /// The length of a message that waits for its credit, or 0.
     pub fn waiting(&self, channel: u32, message: u64) -> u64 {
-        self.waiting
-            .get(&(channel, message))
-            .map_or(0, |(total, _)| *total)
+        self.waiting.get(&(channel, message)).copied().unwrap_or(0)
     }
 
     /// A credit from the peer. `None`: there are too many without a message.
-    pub fn credit(&mut self, channel: u32, message: u64, room: u64, unit: u16) -> Option<Met> {
+    pub fn credit(&mut self, channel: u32, message: u64, room: u64) -> Option<Met> {
         let key = (channel, message);
-        if let Some(waiting) = self.waiting.remove(&key) {
+        if let Some(total) = self.waiting.remove(&key) {
             let place = self.place(channel);
-            return Some(self.start((place, message), waiting, (room, unit)));
+            return Some(self.start((place, message), total, room));
         }
         // One that is said twice, or for nothing.
         if message < self.next(channel) || self.is_closed(channel) {
@@ -181,20 +172,16 @@ impl Outgoing {
         if self.credits.len() >= MOST_CREDITS && !self.credits.contains_key(&key) {
             return None;
         }
-        self.credits.insert(key, (room, unit));
+        self.credits.insert(key, room);
         Some(Met::Waits)
     }
 
-    fn start(&mut self, at: Place, (total, unit): (u64, u16), (room, wanted): (u64, u16)) -> Met {
-        // Of another form: the buffer has room for none of it. Both ends agree on the form before, so that is
-        // a mistake of one of them, and must not look like silence.
-        let room = if unit == wanted { room } else { 0 };
+    fn start(&mut self, at: Place, total: u64, room: u64) -> Met {
         if total > room {
             return Met::TooLong { room };
         }
         let message = Message {
             total,
-            unit: u64::from(unit),
             cursor: 0,
             ended: false,
             lost: Vec::new(),
@@ -251,46 +238,13 @@ impl Outgoing {
     }
 
     /// The next bytes for a packet with so much room, their frame's header included. `None`: nothing is left,
-    /// or no line of what is next fits, or a bare packet is next.
+    /// or no line of what is next fits.
     pub fn pull(&mut self, room: usize) -> Option<Span> {
         let most = room.checked_sub(CHUNK + 1)? as u64 + 1;
-        self.cut(most.min(u64::from(u16::MAX)), false)
-    }
-
-    /// The next bytes, if they go in a bare packet.
-    pub fn pull_bare(&mut self) -> Option<Span> {
-        self.cut(u64::from(u16::MAX), true)
-    }
-
-    /// Whether what goes next is for a bare packet.
-    pub fn is_bare(&mut self) -> bool {
-        let at = self.front();
-        let message = at.and_then(|at| self.message(at));
-        message.is_some_and(|message| message.unit > 0)
-    }
-
-    /// The message that is next, and has something to send.
-    fn front(&mut self) -> Option<Place> {
-        loop {
-            let small = self.small.front().copied();
-            let at = small.or_else(|| self.next_large())?;
-            if self.message(at).is_some_and(Message::has_more) {
-                return Some(at);
-            }
-            // It has gone, or what was lost of it has arrived after all.
-            self.leave(at);
-        }
-    }
-
-    fn cut(&mut self, most: u64, bare: bool) -> Option<Span> {
         let at = self.front()?;
         let channel = self.channels.get_mut(at.0)?;
         let message = channel.messages.get_mut(at.1)?;
-        if (message.unit > 0) != bare {
-            return None;
-        }
-        let most = if bare { message.unit } else { most };
-        let (offset, end) = message.pull(most)?;
+        let (offset, end) = message.pull(most.min(u64::from(u16::MAX)))?;
         let span = Span {
             channel: channel.name,
             message: at.1,
@@ -310,6 +264,24 @@ impl Outgoing {
             }
         }
         Some(span)
+    }
+
+    /// As `has_work`, once what has gone or arrived after all is forgotten.
+    pub fn has_next(&mut self) -> bool {
+        self.front().is_some()
+    }
+
+    /// The message that is next, and has something to send.
+    fn front(&mut self) -> Option<Place> {
+        loop {
+            let small = self.small.front().copied();
+            let at = small.or_else(|| self.next_large())?;
+            if self.message(at).is_some_and(Message::has_more) {
+                return Some(at);
+            }
+            // It has gone, or what was lost of it has arrived after all.
+            self.leave(at);
+        }
     }
 
     fn next_large(&self) -> Option<Place> {
@@ -396,7 +368,7 @@ impl Message {
             if self.arrived.contains(start, end) {
                 continue;
             }
-            let cut = start + self.cut(most, end - start);
+            let cut = start + line::cut(most, end - start);
             if cut < end {
                 self.lost.push((cut, end));
             }
@@ -406,18 +378,9 @@ impl Message {
             return None;
         }
         let start = self.cursor;
-        self.cursor += self.cut(most, self.total - start);
+        self.cursor += line::cut(most, self.total - start);
         self.ended = self.cursor == self.total;
         (self.ended || self.cursor > start).then_some((start, self.cursor))
-    }
-
-    /// Bytes of a piece. Those of bare packets have a size of their own.
-    fn cut(&self, most: u64, left: u64) -> u64 {
-        if self.unit > 0 {
-            most.min(left)
-        } else {
-            line::cut(most, left)
-        }
     }
 }
 
@@ -433,26 +396,26 @@ mod tests {
     #[test]
     fn credit_and_message_meet_in_any_order() {
         let mut out = Outgoing::default();
-        assert_eq!(out.send(3, 10, 0), (0, Met::Waits));
+        assert_eq!(out.send(3, 10), (0, Met::Waits));
         assert!(!out.has_work());
-        assert_eq!(out.credit(3, 0, 10, 0), Some(Met::Ready));
+        assert_eq!(out.credit(3, 0, 10), Some(Met::Ready));
         assert!(out.has_work());
-        assert_eq!(out.credit(3, 1, 9, 0), Some(Met::Waits));
-        assert_eq!(out.send(3, 10, 0), (1, Met::TooLong { room: 9 }));
-        assert_eq!(out.credit(3, 0, 10, 0), Some(Met::Waits));
+        assert_eq!(out.credit(3, 1, 9), Some(Met::Waits));
+        assert_eq!(out.send(3, 10), (1, Met::TooLong { room: 9 }));
+        assert_eq!(out.credit(3, 0, 10), Some(Met::Waits));
     }
 
     /// Found by the fuzzer: numbers began anew, and one message was confirmed twice.
     #[test]
     fn a_channel_that_is_forgotten_takes_nothing_and_repeats_no_number() {
         let mut out = Outgoing::default();
-        out.credit(1, 0, 10, 0);
-        assert_eq!(out.send(1, 10, 0), (0, Met::Ready));
+        out.credit(1, 0, 10);
+        assert_eq!(out.send(1, 10), (0, Met::Ready));
         let span = out.pull(100).unwrap();
         out.forget(1);
-        assert_eq!(out.send(1, 10, 0), (1, Met::Waits));
-        assert_eq!(out.credit(1, 1, 10, 0), Some(Met::Waits));
-        assert_eq!(out.credit(1, 0, 10, 0), Some(Met::Waits));
+        assert_eq!(out.send(1, 10), (1, Met::Waits));
+        assert_eq!(out.credit(1, 1, 10), Some(Met::Waits));
+        assert_eq!(out.credit(1, 0, 10), Some(Met::Waits));
         assert!(!out.arrived(&span));
         assert!(!out.has_work() && out.is_idle());
     }
@@ -461,15 +424,15 @@ mod tests {
     fn small_ones_go_first_and_large_ones_in_turn() {
         let mut out = Outgoing::default();
         for channel in 0..3 {
-            out.credit(channel, 0, 1 << 20, 0);
+            out.credit(channel, 0, 1 << 20);
         }
-        out.send(0, 1 << 20, 0);
-        out.send(1, 1 << 20, 0);
+        out.send(0, 1 << 20);
+        out.send(1, 1 << 20);
         let turn: Vec<u32> = (0..100).map(|_| out.pull(1000).unwrap().channel).collect();
         let first = turn.iter().position(|channel| *channel == 1).unwrap();
         assert_eq!(first, (TURN as usize).div_ceil(PIECE));
         assert_eq!(turn[2 * first], 0);
-        out.send(2, 2000, 0);
+        out.send(2, 2000);
         let turn: Vec<u32> = (0..4).map(|_| out.pull(1000).unwrap().channel).collect();
         assert_eq!(turn[..3], [2, 2, 2]);
     }
@@ -478,53 +441,19 @@ mod tests {
     fn large_ones_of_a_channel_go_one_after_the_other() {
         let mut out = Outgoing::default();
         for message in 0..3 {
-            out.credit(0, message, 1 << 17, 0);
-            out.send(0, 1 << 17, 0);
+            out.credit(0, message, 1 << 17);
+            out.send(0, 1 << 17);
         }
         let all: Vec<Span> = std::iter::from_fn(|| out.pull(1000)).collect();
         assert!(all.is_sorted_by_key(|span| (span.message, span.offset)));
         assert_eq!(all.len(), 3 * (1usize << 17).div_ceil(PIECE));
         // What is lost goes before what is new.
         assert!(!out.has_work());
-        out.credit(0, 3, 1 << 17, 0);
-        out.send(0, 1 << 17, 0);
+        out.credit(0, 3, 1 << 17);
+        out.send(0, 1 << 17);
         out.lost(&all[3]);
         assert_eq!(out.pull(1000).unwrap().message, 0);
         assert_eq!(out.pull(1000).unwrap().message, 3);
-    }
-
-    #[test]
-    fn what_lies_in_pieces_is_cut_between_them() {
-        let mut out = Outgoing::default();
-        assert_eq!(out.send(0, 100_000, 1000), (0, Met::Waits));
-        assert_eq!(out.credit(0, 0, 100_000, 1000), Some(Met::Ready));
-        assert!(out.is_bare());
-        assert_eq!(out.pull(1500), None);
-        let all: Vec<Span> = std::iter::from_fn(|| out.pull_bare()).collect();
-        assert_eq!(all.len(), 100);
-        for (at, span) in all.iter().enumerate() {
-            assert_eq!((span.offset, span.length), (1000 * at as u64, 1000));
-            assert_eq!(span.last, at == 99);
-        }
-        // Others go between, each in its form.
-        out.lost(&all[7]);
-        out.credit(1, 0, 500, 0);
-        out.send(1, 500, 0);
-        assert!(!out.is_bare());
-        assert_eq!(out.pull_bare(), None);
-        assert_eq!(out.pull(1500).unwrap().channel, 1);
-        assert_eq!(out.pull(1500), None);
-        assert_eq!(out.pull_bare(), Some(all[7]));
-        assert!(!out.has_work() && !out.is_bare());
-    }
-
-    #[test]
-    fn pieces_of_another_size_than_the_receiver_wants_are_refused_in_words() {
-        for (unit, wanted) in [(0, 10), (10, 0), (10, 12)] {
-            let mut out = Outgoing::default();
-            out.credit(3, 0, 50, wanted);
-            assert_eq!(out.send(3, 50, unit), (0, Met::TooLong { room: 0 }));
-        }
     }
 
     proptest! {
@@ -536,8 +465,8 @@ mod tests {
         ) {
             let (mut out, mut left) = (Outgoing::default(), totals.len());
             for (channel, total) in totals.iter().enumerate() {
-                out.credit(channel as u32, 0, 9000, 0);
-                prop_assert_eq!(out.send(channel as u32, *total, 0).1, Met::Ready);
+                out.credit(channel as u32, 0, 9000);
+                prop_assert_eq!(out.send(channel as u32, *total).1, Met::Ready);
             }
             let mut fates = fates.into_iter();
             while let Some(span) = out.pull(room) {

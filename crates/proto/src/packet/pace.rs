@@ -16,6 +16,10 @@
 //! as a run over one path ([`paths`](super::paths)) has. A thread that wakes late sends what it would
 //! have sent by then: else who is away for a tenth of the time would lose that part for good.
 //!
+//! Where round trips are long beside the queue that is aimed at, windows are spread over them ([`Pace::spread`]), as
+//! Linux paces TCP and as Swift does with small windows: what a window sends at once would be a queue of a round trip.
+//! How long is long says [`congestion`](super::congestion). Then a part of the target goes at once ([`AT_ONCE`]).
+//!
 //! Elsewhere acknowledgements come as packets arrived, and are the better clock: nothing has to be
 //! measured. Both ways are told by the round trip, which is longer than its way there explains
 //! ([`BOTH`]), on the average over some [`MEAN`] packets: a queue that has just gone looks so too.
@@ -33,6 +37,8 @@ const SPAN: Duration = Duration::from_millis(10);
 const SLACK: f64 = 30e-6;
 /// ... and so do this many packets.
 const PACKETS: f64 = 2.0;
+/// Where round trips are long, what goes at once is this part of the queue that is aimed at.
+const AT_ONCE: f64 = 8.0;
 /// Round trips of this many ways there and more: acknowledgements wait.
 const BOTH: f64 = 1.3;
 const MEAN: f64 = 128.0;
@@ -53,6 +59,10 @@ pub struct Pace {
     held: bool,
     /// When it was last woken: what was due before goes at once.
     woken: Duration,
+    /// Windows go at this many bytes per second, if round trips are long.
+    spread: Option<f64>,
+    /// What goes in this many seconds goes at once.
+    slack: f64,
 }
 
 impl Pace {
@@ -64,7 +74,15 @@ impl Pace {
             next: Duration::ZERO,
             held: false,
             woken: Duration::ZERO,
+            spread: None,
+            slack: SLACK,
         }
+    }
+
+    /// Windows go at this many bytes per second, if round trips are long beside a queue of `target` seconds.
+    pub fn spread(&mut self, rate: Option<f64>, target: f64) {
+        self.spread = rate;
+        self.slack = rate.map_or(SLACK, |_| SLACK.max(target / AT_ONCE));
     }
 
     /// A round trip was this many ways there.
@@ -89,6 +107,9 @@ impl Pace {
 
     /// Bytes per second; `None`: as acknowledgements come.
     fn rate(&self, packet: f64, trip: &RoundTrip) -> Option<f64> {
+        if self.spread.is_some() {
+            return self.spread;
+        }
         if !self.both() {
             return None;
         }
@@ -103,7 +124,7 @@ impl Pace {
             self.held = false;
             return true;
         };
-        let slack = seconds(SLACK.max(PACKETS * packet / rate));
+        let slack = seconds(self.slack.max(PACKETS * packet / rate));
         if self.held {
             self.held = self.next > now;
             self.woken = now;
@@ -238,6 +259,26 @@ mod tests {
     }
 
     proptest! {
+        /// Windows that are spread over a round trip: no more goes than their rate and a part of the target, whenever
+        /// it is woken, and no less if it is woken in time. Acknowledgements that come in bunches change nothing.
+        #[test]
+        fn what_is_spread_is_kept(rate in 1e5f64..1e10, target in 100e-6f64..4e-3, both in any::<bool>()) {
+            let (mut pace, start) = known(125e6, if both { 2.0 } else { 1.0 });
+            pace.spread(Some(rate), target);
+            let slack = (rate * (target / AT_ONCE).max(SLACK)).max(PACKETS * PACKET) + 2.0 * PACKET;
+            let (mut now, mut bytes) = (start, 0.0);
+            for _ in 0..200 {
+                prop_assert!(bytes <= 1.005 * rate * (now - start).as_secs_f64() + slack);
+                bytes += all(&mut pace, now);
+                now = pace.due().unwrap_or(now);
+            }
+            let want = rate * (now - start).as_secs_f64();
+            prop_assert!((bytes - want).abs() <= slack + 0.005 * want, "{} of {}", bytes, want);
+            // Where ways are short again there is none.
+            pace.spread(None, target);
+            prop_assert!(both || all(&mut pace, now) >= 1e7);
+        }
+
         /// However it is woken, no more goes than the pace and one run; woken in time, no less.
         #[test]
         fn it_is_kept(rate in 1e6f64..1e9, gaps in prop::collection::vec(1u32..2000, 10..60)) {

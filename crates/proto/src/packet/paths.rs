@@ -23,7 +23,7 @@ use super::rtt::RoundTrip;
 
 /// Most paths of a connection: a packet has 8 bits for them.
 pub const MOST: usize = 256;
-/// Packets in a row over one path: as many as half of its window (all of it, if it is a run), but no
+/// Packets in a row over one path: as many as half of its window (all of it, if it is a run; less where round trips are long), but no
 /// more than one call to the kernel takes. Fewer leave a quick path to single calls, more fill a queue
 /// of few packets alone.
 const BURST: u32 = 44;
@@ -41,6 +41,8 @@ pub struct Share {
     pub flying: u64,
     /// Bytes that one path should take in a row.
     pub run: f64,
+    /// The part of a path's window that goes over it in a row, where it has no run.
+    pub burst: f64,
 }
 
 impl Share {
@@ -188,7 +190,7 @@ impl Paths {
             };
             (usable && room).then_some(fill)
         };
-        let most = window(self.current) * (stretch - 0.5) / size as f64;
+        let most = window(self.current) * (stretch - 1.0 + share.burst) / size as f64;
         let most = most.clamp(2.0, f64::from(BURST)) as u32;
         if self.burst < most && fill(self.current).is_some() && self.used.contains(&self.current) {
             self.burst += 1;
@@ -300,6 +302,7 @@ mod tests {
         total: 1e9,
         flying: 0,
         run: 0.0,
+        burst: 0.5,
     };
 
     #[test]
@@ -340,6 +343,7 @@ mod tests {
                 total: 64_000.0,
                 flying: flying.len() as u64 * size,
                 run: 20_000.0,
+                burst: 0.5,
             };
             let fits = share.flying + size <= share.total as u64;
             match paths.choose(size, share, window).filter(|_| fits) {

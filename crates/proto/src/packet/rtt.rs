@@ -63,11 +63,27 @@ impl RoundTrip {
         Duration::from_nanos(self.latest)
     }
 
-    /// For how long a packet may be unconfirmed. TCP waits for 200 ms at least; `floor` is 1 to 5 ms.
+    /// Whether there was one.
+    pub fn known(&self) -> bool {
+        self.smoothed.is_some()
+    }
+
+    /// For how long a packet may be unconfirmed. TCP waits for 200 ms at least; `floor` is 1 to 5 ms. Where round
+    /// trips are all alike it is half of one more at least: a queue may be new (RFC 8985, section 7.2, takes a
+    /// whole one).
     pub fn patience(&self, floor: Duration) -> Duration {
-        let most =
-            self.smoothed() + Duration::from_nanos(self.varies.saturating_mul(4)) + ack::LONGEST;
-        most.max(floor)
+        self.longer(self.smoothed() / 2).max(floor)
+    }
+
+    /// How old a packet is when it is acknowledged, at most, where others that were sent later are: a quarter of
+    /// the shortest round trip more at least (RFC 8985, section 6.2).
+    pub fn age(&self) -> Duration {
+        self.longer(self.shortest().unwrap_or_default() / 4)
+    }
+
+    fn longer(&self, least: Duration) -> Duration {
+        let varies = Duration::from_nanos(self.varies.saturating_mul(4));
+        self.smoothed() + varies.max(least) + ack::LONGEST
     }
 }
 

@@ -19,7 +19,8 @@ pub enum Cause {
     Silence,
 }
 
-/// What the congestion control did.
+/// What the congestion control did. In files by its place: `DECISIONS` of `evener.net.trace.pcapng` has a
+/// word for each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
     /// A packet waited longer than the target: the path's window shrinks.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use evener_proto::packet::format::{BARE, Frames, Greeting, HEADER, Header, Kind, PLAIN};
+use evener_proto::packet::format::{Frames, Greeting, HEADER, Header, PLAIN};
 use evener_proto::packet::{
     Accepted, Arrival, Config, Connection, Dropped, Event, JobKey, Over, Own, Place, accept,
 };
@@ -29,16 +29,14 @@ fn own(number: u32) -> Own {
 
 fn nowhere(_: Place<'_>) {}
 
-fn next(connection: &mut Connection, now: Duration) -> Option<Vec<u8>> {
+pub(super) fn next(connection: &mut Connection, now: Duration) -> Option<Vec<u8>> {
     let mut out = [0; 9000];
     let sent = connection.transmit(now, &mut out, &mut |_, to| to.fill(1))?;
-    let payload = sent.bare.map_or(0, |span| span.length as usize);
-    out[sent.length..sent.length + payload].fill(1);
-    Some(out[..sent.length + payload].to_vec())
+    Some(out[..sent.length].to_vec())
 }
 
 /// Two connections that know each other, with a buffer posted on each side.
-fn opened() -> (Connection, Connection) {
+pub(super) fn opened() -> (Connection, Connection) {
     let (config, now) = (Config::default(), Duration::ZERO);
     let key = JobKey::new(KEY);
     let mut one = Connection::connect(config.clone(), key, own(1), now);
@@ -279,86 +277,4 @@ proptest! {
             while one.event().is_some() {}
         }
     }
-}
-
-/// Two connections of which the first sends to the second in bare packets, and one of these.
-fn bare() -> (Connection, Vec<u8>) {
-    let (mut one, mut other) = opened();
-    let now = Duration::ZERO;
-    other.post_bare(3, 3000, 1000);
-    while let Some(packet) = next(&mut other, now) {
-        one.receive(&packet, Arrival::default(), now, &mut nowhere)
-            .unwrap();
-    }
-    one.send_bare(3, 3000, 1000);
-    let packet = std::iter::from_fn(|| next(&mut one, now)).find(|packet| {
-        let (header, _) = Header::parse(packet).unwrap();
-        header.kind == Kind::Bare
-    });
-    (other, packet.unwrap())
-}
-
-/// The tag says nothing of a bare packet's payload, and all of what is before it.
-#[test]
-fn a_bare_packet_is_its_senders_up_to_the_payload() {
-    let now = Duration::ZERO;
-    let (mut other, packet) = bare();
-    assert_eq!(packet.len(), BARE + 1000);
-    for at in 0..BARE {
-        for bit in 0..8 {
-            let mut changed = packet.clone();
-            changed[at] ^= 1 << bit;
-            let mut placed = 0;
-            let heard = other.receive(&changed, Arrival::default(), now, &mut |_| placed += 1);
-            assert!(heard.is_err() && placed == 0, "byte {at}, bit {bit}");
-        }
-    }
-    // Neither shorter nor longer, and not as another kind.
-    for length in [0, BARE - 1, BARE, packet.len() - 1] {
-        let heard = other.receive(&packet[..length], Arrival::default(), now, &mut nowhere);
-        assert!(heard.is_err(), "{length} bytes");
-    }
-    let longer = [&packet[..], &[0]].concat();
-    let heard = other.receive(&longer, Arrival::default(), now, &mut nowhere);
-    assert!(matches!(heard, Err(Dropped::Malformed(_))), "{heard:?}");
-    let mut placed = 0;
-    let mut changed = packet.clone();
-    changed[BARE] ^= 1;
-    let heard = other.receive(&changed, Arrival::default(), now, &mut |place| {
-        assert!(place.bare);
-        placed += place.bytes.len();
-    });
-    assert_eq!((heard, placed), (Ok(()), 1000), "what the tag leaves open");
-    let again = other.receive(&packet, Arrival::default(), now, &mut nowhere);
-    assert_eq!(again, Err(Dropped::Replayed));
-}
-
-/// A peer with the key, for a buffer that did not ask for bare packets: it is not taken.
-#[test]
-fn bare_packets_are_taken_only_where_they_were_asked_for() {
-    let now = Duration::ZERO;
-    let (mut one, mut other) = opened();
-    while let Some(packet) = next(&mut other, now) {
-        one.receive(&packet, Arrival::default(), now, &mut nowhere)
-            .unwrap();
-    }
-    // Buffer and message differ in form: both ends are told, and nothing goes.
-    one.send_bare(1, 2000, 1000);
-    let refused = std::iter::from_fn(|| one.event()).find(|event| *event != Event::Connected);
-    assert!(
-        matches!(refused, Some(Event::TooLong { room: 0, .. })),
-        "{refused:?}"
-    );
-    while let Some(packet) = next(&mut one, now) {
-        let (header, _) = Header::parse(&packet).unwrap();
-        assert_eq!(header.kind, Kind::Data);
-        other
-            .receive(&packet, Arrival::default(), now, &mut nowhere)
-            .unwrap();
-    }
-    let told = other.event();
-    assert!(
-        matches!(told, Some(Event::TooLong { channel: 1, .. })),
-        "{told:?}"
-    );
 }

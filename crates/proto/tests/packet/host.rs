@@ -70,10 +70,6 @@ pub struct Host {
     pub record: bool,
     /// Calls to the kernel that the packets it sent would take: what goes over one path at once is one.
     pub calls: u64,
-    /// Messages of odd channels go in bare packets of this many bytes; 0: none do.
-    pub unit: u16,
-    /// Bare packets that came.
-    pub bare: u64,
     /// What happened, if the connection notes it; and what was left out.
     pub notes: Option<(Vec<Note>, u64)>,
 }
@@ -128,8 +124,6 @@ impl Host {
             recorded: Vec::new(),
             record: false,
             calls: 0,
-            unit: 0,
-            bare: 0,
             notes: None,
         }
     }
@@ -160,8 +154,7 @@ impl Host {
         };
         if flow.left > 0 {
             flow.left -= 1;
-            let unit = if flow.channel % 2 == 1 { self.unit } else { 0 };
-            let message = connection.send_bare(flow.channel, flow.length, unit);
+            let message = connection.send(flow.channel, flow.length);
             self.started.insert((flow.channel, message), now);
         }
     }
@@ -172,8 +165,7 @@ impl Host {
         };
         if flow.left > 0 {
             flow.left -= 1;
-            let unit = if flow.channel % 2 == 1 { self.unit } else { 0 };
-            let message = connection.post_bare(flow.channel, flow.length, unit);
+            let message = connection.post(flow.channel, flow.length);
             if let Some(memory) = &mut self.memory {
                 memory.insert((flow.channel, message), vec![0; flow.length as usize]);
             }
@@ -265,7 +257,6 @@ impl End for Host {
         }
         let placed = &mut self.placed;
         let memory = &mut self.memory;
-        let (unit, bare) = (self.unit, &mut self.bare);
         let (last, gap) = (&mut self.last_placed, &mut self.longest_gap);
         let mut handled = self.inbox.len() as u32;
         for (packet, came) in self.inbox.drain(..) {
@@ -281,8 +272,6 @@ impl End for Host {
                 ..Arrival::default()
             };
             let _ = connection.receive(&packet, arrival, now, &mut |place: Place<'_>| {
-                assert_eq!(place.bare, unit > 0 && place.channel % 2 == 1);
-                *bare += u64::from(place.bare);
                 *placed += place.bytes.len() as u64;
                 *gap = (*gap).max(real.saturating_sub(*last));
                 *last = real;
@@ -332,22 +321,14 @@ impl End for Host {
         let (mut more, mut path) = (false, None);
         while let Some(sent) = connection.transmit(now, &mut buffer, &mut read) {
             handled += 1;
-            let mut packet = buffer[..sent.length].to_vec();
-            if let Some(span) = &sent.bare {
-                packet.resize(sent.length + span.length as usize, 0);
-                let payload = &mut packet[sent.length..];
-                for (at, to) in payload.iter_mut().enumerate().filter(|_| fills) {
-                    *to = byte(span.channel, span.message, span.offset + at as u64);
-                }
-            }
             self.calls += u64::from(path.replace(sent.path) != Some(sent.path));
             // As many as one call to the kernel: what comes after them is stamped later.
             more = !self.cost.is_zero() && out.len() >= CALL;
             out.push(Packet {
                 to: self.peer,
-                size: packet.len() as u64 + BELOW,
+                size: sent.length as u64 + BELOW,
                 route: (self.routes)(sent.path),
-                body: Body::Datagram(packet),
+                body: Body::Datagram(buffer[..sent.length].to_vec()),
             });
             if more {
                 break;

@@ -10,6 +10,8 @@
 
 mod attacks;
 mod cubic;
+mod endings;
+mod fabrics;
 mod host;
 mod model;
 mod scenario;
@@ -109,7 +111,6 @@ proptest! {
         lengths in prop::collection::vec((0u64..200_000, 1u64..6), 1..4),
         back in 0u64..50_000, faults in prop::collection::vec(fault(), 0..5), seed in any::<u64>(),
         used in 1usize..20, wraps in any::<bool>(),
-        unit in prop_oneof![Just(0u16), Just(1424), 16u16..1424],
     ) {
         let first_number = if wraps { u64::from(u32::MAX) - 20 } else { 0 };
         let config = Config { used, paths: used + 8, first_number, ..Config::default() };
@@ -124,10 +125,8 @@ proptest! {
             messages += *left as usize;
         }
         flows(&mut net, 1, 0, Flow { channel: 9, length: back, ahead: 2, every: None, left: 3 });
-        for end in 0..2 {
-            let host = net.end::<Host>(end);
-            (host.memory, host.unit) = (Some(Default::default()), unit);
-        }
+        net.end::<Host>(0).memory = Some(Default::default());
+        net.end::<Host>(1).memory = Some(Default::default());
         let mut faults = faults;
         faults.sort_by_key(|(at, _)| *at);
         let mut healing = Vec::new();
@@ -168,29 +167,6 @@ proptest! {
             prop_assert_eq!((forged, stats.malformed, stats.not_posted), (0, 0, 0), "{:?}", stats);
         }
     }
-}
-
-/// What lies in pieces goes at the same rate as what does not, and asks for no more packets than pieces.
-#[test]
-fn bare_packets_fill_a_link_as_others_do() {
-    let rate = |unit| {
-        let mut net = pair(&[1e9; 2], &Config::default(), 5);
-        for end in 0..2 {
-            let host = net.end::<Host>(end);
-            (host.memory, host.unit) = (Some(Default::default()), unit);
-        }
-        net.links[0].loss = 0.001;
-        flows(&mut net, 0, 1, scenario::bulk(1, 1 << 20));
-        let rates = scenario::measure(&mut net, &[1], 100 * MILLI, 300 * MILLI);
-        let host = net.end::<Host>(1);
-        assert_eq!(host.wrong, 0);
-        assert_eq!(host.bare > 0, unit > 0);
-        let stats = host.stats();
-        assert_eq!((stats.forged, stats.malformed, stats.not_posted), (0, 0, 0));
-        rates[0]
-    };
-    let (others, bare) = (rate(0), rate(1424));
-    assert!(bare > 0.97 * others, "{bare:e} of {others:e}");
 }
 
 /// Numbers pass 2^32 in the middle of a transfer with losses.
@@ -370,6 +346,23 @@ fn slow_links_are_filled() {
     assert!(share > 0.95, "{share}");
     let (share, ..) = scenario::incast(8, 1e8, &config, 4);
     assert!(share > 0.9, "{share}");
+}
+
+/// Those of the twenty-four networks that cost little. All of them: `--example packet_fabrics`.
+#[test]
+fn networks_of_any_delay_are_filled() {
+    for (at, fabric) in fabrics::all().iter().enumerate() {
+        if !fabric.quick {
+            continue;
+        }
+        let reached = fabrics::run(fabric, at as u64);
+        let name = fabric.name;
+        assert!(reached.share >= 0.92, "{name}: {reached:?}");
+        assert!(reached.late < 0.01, "{name}: {reached:?}");
+        if let Some(part) = reached.part {
+            assert!((0.33..=0.67).contains(&part), "{name}: {reached:?}");
+        }
+    }
 }
 
 /// An all-reduce is always both ways: acknowledgements stand behind the other direction's packets. Over

@@ -30,7 +30,7 @@ pub fn bulk(channel: u32, length: u64) -> Flow {
 }
 
 /// Over which of these links (there), and these (back), a source port's packets go.
-fn hashed(links: Vec<usize>, seed: u64) -> impl Fn(u8) -> Route {
+pub fn hashed(links: Vec<usize>, seed: u64) -> impl Fn(u8) -> Route {
     let routes: Vec<Route> = (0..256)
         .map(|port| {
             let mut seed = seed ^ (port << 8);
@@ -50,6 +50,12 @@ fn each_way(bits: &[f64]) -> Vec<Link> {
 pub fn pair(bits: &[f64], config: &Config, seed: u64) -> Net {
     let count = bits.len();
     let mut net = Net::new(each_way(bits), seed);
+    hosts(&mut net, count, config, seed);
+    net
+}
+
+/// Two hosts, the first of which dials, with `count` links there and as many back after them.
+pub fn hosts(net: &mut Net, count: usize, config: &Config, seed: u64) {
     let there = hashed((0..count).collect(), seed);
     let back = hashed((count..2 * count).collect(), seed + 1);
     net.add(Box::new(Host::new(
@@ -66,7 +72,6 @@ pub fn pair(bits: &[f64], config: &Config, seed: u64) -> Net {
         0,
         back,
     )));
-    net
 }
 
 pub fn flows(net: &mut Net, from: usize, to: usize, flow: Flow) {

@@ -1,7 +1,6 @@
 /* Stands for CUDA's driver in tests: a stream is a thread that runs commands in their order, and a
  * device's memory is the host's. It has the functions that crates/staging/src/cuda.rs calls, with the
- * types of cuda.h, and refuses what a real one would refuse: copies between host memory that is not
- * registered and a device, rows longer than their pitch, threads without a context. */
+ * types of cuda.h, and refuses threads without a context, as a real one does. */
 
 #include <pthread.h>
 #include <sched.h>
@@ -11,23 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OK = 0, INVALID = 1, NO_CONTEXT = 201, REGISTERED = 712, NOT_REGISTERED = 713 };
-enum { HOST = 1, DEVICE = 2 };
-enum kind { WAIT, WRITE, COPY, ROWS, SET, RECORD, FOLLOW };
-
-typedef struct {
-    size_t srcXInBytes, srcY;
-    unsigned srcMemoryType;
-    const void *srcHost;
-    uint64_t srcDevice;
-    void *srcArray;
-    size_t srcPitch, dstXInBytes, dstY;
-    unsigned dstMemoryType;
-    void *dstHost;
-    uint64_t dstDevice;
-    void *dstArray;
-    size_t dstPitch, WidthInBytes, Height;
-} CUDA_MEMCPY2D;
+enum { OK = 0, INVALID = 1, NO_CONTEXT = 201 };
+enum kind { WAIT, WRITE, COPY, RECORD, FOLLOW };
 
 typedef struct {
     _Atomic uint64_t issued, reached;
@@ -36,7 +20,7 @@ typedef struct {
 typedef struct command {
     enum kind kind;
     uint64_t to, from;
-    size_t size, to_pitch, from_pitch, rows;
+    size_t size;
     uint32_t value;
     event *event;
     uint64_t ticket;
@@ -47,16 +31,10 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t bell;
     command *first, **last;
-    int busy, over;
+    int busy;
 } stream;
 
 static _Thread_local void *current;
-static _Atomic int held;
-static pthread_mutex_t ranges_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct {
-    uintptr_t start;
-    size_t length;
-} ranges[16];
 
 static void run(command *one) {
     switch (one->kind) {
@@ -72,16 +50,6 @@ static void run(command *one) {
     case COPY:
         memcpy((void *)one->to, (void *)one->from, one->size);
         break;
-    case ROWS:
-        while (one->value && atomic_load(&held))
-            sched_yield();
-        for (size_t at = 0; at < one->rows; at++)
-            memcpy((char *)one->to + at * one->to_pitch, (char *)one->from + at * one->from_pitch,
-                   one->size);
-        break;
-    case SET:
-        memset((void *)one->to, (int)one->value, one->size);
-        break;
     case RECORD:
         if (atomic_load(&one->event->reached) < one->ticket)
             atomic_store(&one->event->reached, one->ticket);
@@ -96,7 +64,7 @@ static void run(command *one) {
 static void *body(void *at) {
     stream *mine = at;
     pthread_mutex_lock(&mine->lock);
-    while (mine->first || !mine->over) {
+    for (;;) {
         command *one = mine->first;
         if (!one) {
             pthread_cond_wait(&mine->bell, &mine->lock);
@@ -113,7 +81,6 @@ static void *body(void *at) {
         mine->busy = 0;
         pthread_cond_broadcast(&mine->bell);
     }
-    pthread_mutex_unlock(&mine->lock);
     return NULL;
 }
 
@@ -134,80 +101,13 @@ static int put(void *to, command one) {
     return OK;
 }
 
-static int is_registered(uintptr_t start, size_t length) {
-    int found = 0;
-    pthread_mutex_lock(&ranges_lock);
-    for (int at = 0; at < 16; at++)
-        found |= ranges[at].length && start >= ranges[at].start &&
-                 start + length <= ranges[at].start + ranges[at].length;
-    pthread_mutex_unlock(&ranges_lock);
-    return found;
-}
-
-int cuCtxGetCurrent(void **to) {
-    *to = current;
-    return OK;
-}
-
 int cuCtxSetCurrent(void *to) {
     current = to;
     return OK;
 }
 
-int cuMemHostRegister_v2(void *at, size_t length, unsigned flags) {
-    (void)flags;
-    int result = INVALID;
-    if (!current)
-        return NO_CONTEXT;
-    if (is_registered((uintptr_t)at, 1))
-        return REGISTERED;
-    pthread_mutex_lock(&ranges_lock);
-    for (int place = 0; place < 16 && result; place++)
-        if (!ranges[place].length) {
-            ranges[place].start = (uintptr_t)at;
-            ranges[place].length = length;
-            result = OK;
-        }
-    pthread_mutex_unlock(&ranges_lock);
-    return result;
-}
-
-int cuMemHostUnregister(void *at) {
-    int result = NOT_REGISTERED;
-    pthread_mutex_lock(&ranges_lock);
-    for (int place = 0; place < 16; place++)
-        if (ranges[place].length && ranges[place].start == (uintptr_t)at) {
-            ranges[place].length = 0;
-            result = OK;
-        }
-    pthread_mutex_unlock(&ranges_lock);
-    return result;
-}
-
-/* Of this test alone: strided copies to a device do not begin while this is set. */
-void hold_copies(int yes) {
-    atomic_store(&held, yes);
-}
-
-/* And how many ranges are registered. */
-int registered_ranges(void) {
-    int count = 0;
-    pthread_mutex_lock(&ranges_lock);
-    for (int place = 0; place < 16; place++)
-        count += ranges[place].length > 0;
-    pthread_mutex_unlock(&ranges_lock);
-    return count;
-}
-
-int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
-    *least = 0;
-    *greatest = -5;
-    return current ? OK : NO_CONTEXT;
-}
-
-int cuStreamCreateWithPriority(void **to, unsigned flags, int priority) {
-    (void)flags;
-    (void)priority;
+/* For the test. */
+int new_stream(void **to) {
     pthread_t thread;
     stream *new = calloc(1, sizeof *new);
     if (!current)
@@ -221,15 +121,6 @@ int cuStreamCreateWithPriority(void **to, unsigned flags, int priority) {
         return INVALID;
     pthread_detach(thread);
     *to = new;
-    return OK;
-}
-
-int cuStreamDestroy_v2(void *at) {
-    stream *old = at; /* its thread ends with its last command; the little memory stays */
-    pthread_mutex_lock(&old->lock);
-    old->over = 1;
-    pthread_cond_broadcast(&old->bell);
-    pthread_mutex_unlock(&old->lock);
     return OK;
 }
 
@@ -254,34 +145,6 @@ int cuStreamWriteValue32_v2(void *at, uint64_t word, uint32_t value, unsigned fl
 
 int cuMemcpyAsync(uint64_t to, uint64_t from, size_t size, void *at) {
     return put(at, (command){.kind = COPY, .to = to, .from = from, .size = size});
-}
-
-int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, void *at) {
-    return put(at, (command){.kind = SET, .to = to, .value = value, .size = size});
-}
-
-int cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *copy, void *at) {
-    int in = copy->srcMemoryType == HOST && copy->dstMemoryType == DEVICE;
-    int out = copy->srcMemoryType == DEVICE && copy->dstMemoryType == HOST;
-    uint64_t from = in ? (uintptr_t)copy->srcHost : copy->srcDevice;
-    uint64_t to = in ? copy->dstDevice : (uintptr_t)copy->dstHost;
-    size_t pitch = in ? copy->srcPitch : copy->dstPitch;
-    size_t end = (copy->Height - 1) * pitch + copy->WidthInBytes;
-    if (!in && !out)
-        return INVALID;
-    if (copy->WidthInBytes > copy->srcPitch || copy->WidthInBytes > copy->dstPitch ||
-        copy->srcXInBytes || copy->srcY || copy->dstXInBytes || copy->dstY || !copy->Height)
-        return INVALID;
-    if (!is_registered(in ? from : to, end))
-        return NOT_REGISTERED;
-    return put(at, (command){.kind = ROWS,
-                             .to = to,
-                             .from = from,
-                             .size = copy->WidthInBytes,
-                             .to_pitch = copy->dstPitch,
-                             .from_pitch = copy->srcPitch,
-                             .rows = copy->Height,
-                             .value = in});
 }
 
 int cuEventCreate(void **to, unsigned flags) {

@@ -4,4 +4,4 @@ Each has a plain torch reference; where it runs on a GPU, Triton's kernel is bes
 What is sent when, and what is remembered, is `evener.comm.wires`'.
 """
 
-__all__ = ["casts", "int8", "triton_casts", "triton_chunks", "triton_int8", "triton_topk"]
+__all__ = ["casts", "int8"]

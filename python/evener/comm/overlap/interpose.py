@@ -21,7 +21,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,16 @@ from torch._dynamo import eval_frame
 from torch._functorch import eager_transforms, vmap
 from torch.distributed import distributed_c10d
 
-if TYPE_CHECKING:
-    from evener.comm.overlap.step import StepOverlap
 
-_LIVE: weakref.WeakSet[StepOverlap] = weakref.WeakSet()
+class Deferred(Protocol):
+    """Updates that are under way: `evener.comm.overlap.step.StepOverlap`."""
+
+    def finish(self, reason: str, *, on_host: bool = False) -> None: ...
+    def backward_begins(self) -> None: ...
+    def updated_for(self, stream: Any) -> torch.cuda.Event | None: ...
+
+
+_LIVE: weakref.WeakSet[Deferred] = weakref.WeakSet()
 _DONE: set[str] = set()
 # How torch.func enters a transform, in the modules that do.
 _ENTERED: tuple[tuple[Any, str], ...] = (
@@ -44,12 +50,12 @@ _ENTERED: tuple[tuple[Any, str], ...] = (
 _ENTERS = "_maybe_set_eval_frame"
 
 
-def watch(overlap: StepOverlap) -> None:
+def watch(overlap: Deferred) -> None:
     """Finish `overlap` before any of these calls, for as long as it lives."""
     _LIVE.add(overlap)
     if not _DONE:
         _DONE.add("wrapped")
-        destroy = _first(dist.destroy_process_group, "the process groups are destroyed")
+        destroy = _first(dist.destroy_process_group, "")  # the end, as it is meant to be
         dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy
         graph = torch.cuda.CUDAGraph
         for name, reason in (

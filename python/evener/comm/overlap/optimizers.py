@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import optim
+from torch.autograd.profiler import record_function
 from torch.optim import optimizer as _torch
 
 ELEMENT_WISE: tuple[type[optim.Optimizer], ...] = (
@@ -52,11 +53,8 @@ def refusal(optimizer: optim.Optimizer) -> str:
 
 def at_once(optimizer: optim.Optimizer) -> str:
     """Why this step cannot be deferred; empty where it can."""
-    after = (
-        *optimizer._optimizer_step_post_hooks.values(),
-        *_torch._global_optimizer_post_hooks.values(),
-    )
-    if not all(hasattr(hook, OBSERVES) for hook in (*_pre_hooks(optimizer), *after)):
+    hooks = (*_pre_hooks(optimizer), *_post_hooks(optimizer))
+    if not all(hasattr(hook, OBSERVES) for hook in hooks):
         return "the optimizer has step hooks"
     for group in optimizer.param_groups:
         for name, value in group.items():
@@ -72,9 +70,19 @@ def _pre_hooks(optimizer: optim.Optimizer) -> list[Any]:
     ]
 
 
+def _post_hooks(optimizer: optim.Optimizer) -> list[Any]:
+    return [
+        *optimizer._optimizer_step_post_hooks.values(),
+        *_torch._global_optimizer_post_hooks.values(),
+    ]
+
+
 def observe(optimizer: optim.Optimizer) -> None:
-    """A step that is deferred begins: tell the hooks, all of which only look (`at_once`)."""
-    for hook in _pre_hooks(optimizer):
+    """A step is deferred: tell the hooks, all of which only look (`at_once`).
+
+    To the program the step ends here. The updates that follow (`update`) call no hook.
+    """
+    for hook in (*_pre_hooks(optimizer), *_post_hooks(optimizer)):
         hook(optimizer, (), {})
 
 
@@ -119,9 +127,23 @@ def update(optimizer: optim.Optimizer, groups: list[Group]) -> None:
     if not groups:
         return
     device = groups[0]["params"][0].device.type
+    kind = type(optimizer)
+    step = _without_hooks(kind.step)
     own, optimizer.param_groups = optimizer.param_groups, groups
     try:
-        with torch.inference_mode(False), torch.autocast(device, enabled=False):
-            type(optimizer).step(optimizer)
+        with (
+            torch.inference_mode(False),
+            torch.autocast(device, enabled=False),
+            record_function(f"Optimizer.step#{kind.__name__}.step"),
+        ):
+            step(optimizer)
     finally:
         optimizer.param_groups = own
+
+
+def _without_hooks(step: Any) -> Any:
+    """A class's step without what torch puts around it to call hooks."""
+    code = getattr(step, "__code__", None)
+    if hasattr(step, "hooked") and code is not None and code.co_filename == _torch.__file__:
+        return step.__wrapped__
+    return step

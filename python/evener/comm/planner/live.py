@@ -34,13 +34,12 @@ import torch
 import torch.distributed as dist
 
 from evener.base import settings
-from evener.comm import guard, wires
+from evener.comm import wires
 from evener.comm.overlap import StepOverlap
 from evener.comm.planner import choose, probe, report
 from evener.comm.planner.bounds import plausible
 from evener.comm.planner.choose import LIBRARY, Decision
 from evener.comm.planner.costs import Costs
-from evener.comm.planner.ranges import Ranges, beyond
 from evener.comm.planner.simulate import play
 from evener.comm.planner.trial import FAR, Trial, Watch, Way
 from evener.comm.planner.ways import harshness, same, ways
@@ -57,8 +56,6 @@ _STRIKES = 2
 _WATCHED = 8
 # In this many of the profiled steps something must look between backward and step.
 _LOOKED = 2
-# The library's form that the guard has to look at now and then.
-_OF_LITTLE_RANGE = "fp16"
 # A step that is shorter than computing was said to be, by more than this, says how long that is.
 _SHORTER = 0.97
 
@@ -72,9 +69,6 @@ class Library(Protocol):
 
     def refusal(self) -> str:
         """Why it cannot; or nothing."""
-
-    def forms(self) -> tuple[str, ...]:
-        """In which it can send."""
 
     def enter(self, form: str) -> None:
         """From the step that begins now on. The same on all ranks, as `leave`."""
@@ -101,7 +95,6 @@ class Planner:
         """
         self.reducer, self.overlap = reducer, overlap
         self.library: Library | None = None
-        self._returns = ""  # the form of the library's that goes on when the guard has looked
         self._may_overlap = overlap
         # The form that was asked for; None where one is to be chosen.
         wire = reducer.options.wire
@@ -114,7 +107,6 @@ class Planner:
         )
         self.decision: Decision | None = None
         self.costs: Costs | None = None
-        self._ranges = Ranges()
         # On rank 0: the step that each form alone would give.
         self.forced_ms: dict[str, float] = {}
         self.measured_ms: float | None = None
@@ -156,6 +148,11 @@ class Planner:
         box: list[Any] = [profile]
         dist.broadcast_object_list(box, group=control, group_src=0)
         if box[0] is None:
+            if self.reducer.communicators.rank == 0:
+                logger.warning(
+                    "plan: none is made, and all stays as it is: backward went round the model's "
+                    "forward, so no step could be profiled"
+                )
             return
         agreed: StepProfile = box[0]
         self._overlap = overlap
@@ -163,9 +160,7 @@ class Planner:
         self.costs = self._measure(agreed)
         box = [None, None]
         if self.reducer.communicators.rank == 0:
-            self._ranges = beyond(self.reducer, () if self.forced is not None else self.forms)
             made, whole = self._apart_or_whole(agreed, self.costs)
-            made = self._ranges.held(made)
             agreed = whole or agreed
             box = [made, whole]
             alone = self.forms if self.forced is None else ("exact",)
@@ -190,7 +185,10 @@ class Planner:
         self._decisions += 1
         if self.reducer.communicators.rank == 0:
             carrier = self.reducer.communicators.route.carrier.name
-            report.decision(agreed, self.decision, self.costs, carrier, self.forced_ms, self.forced)
+            tries = bool(self._trial_steps and self._tries)
+            report.decision(
+                agreed, self.decision, self.costs, carrier, self.forced_ms, self.forced, tries
+            )
         self._restart()
         self._profile, self._corrected = agreed, False
         self.tried, self.kept, self._slower, self._trial = {}, None, None, None
@@ -284,11 +282,7 @@ class Planner:
 
     def _from_first(self, make: Callable[[], list[Way]]) -> list[Way]:
         """What rank 0 makes. Collective: costs differ in their last digits from rank to rank."""
-        box: list[Any] = [
-            [self._ranges.way(way) for way in make()]
-            if self.reducer.communicators.rank == 0
-            else None
-        ]
+        box: list[Any] = [make() if self.reducer.communicators.rank == 0 else None]
         control = self.reducer.communicators.control.handle
         dist.broadcast_object_list(box, group=control, group_src=0)
         found: list[Way] = box[0]
@@ -305,7 +299,7 @@ class Planner:
             why = self.library.refusal()
             library = library if why else LIBRARY
             if why:
-                logger.info("plan: DDP's own reducer is not tried: %s", why)
+                logger.debug("plan: DDP's own reducer is not tried: %s", why)
         return ways(
             planned,
             profile,
@@ -336,8 +330,7 @@ class Planner:
     def _take(self, way: Way) -> None:
         """From the step that begins now on this way; everything that was on its way comes in."""
         self.reducer.finish("")
-        made, self._returns = way.decision, ""
-        form = made.library
+        made, form = way.decision, way.decision.library
         if self.library is not None and self.library.on not in ("", form):
             self.library.leave()
         if self.forced is None:
@@ -440,20 +433,6 @@ class Planner:
 
     # --- watching ---
 
-    def _let_guard_look(self, library: Library) -> None:
-        """A step of Evener's in the same form, where one is due: torch's hook checks nothing."""
-        if self._returns:
-            fallen = (
-                wires.get(self._returns).milder if self.reducer.assignment.fallen else self._returns
-            )
-            library.enter(fallen)
-            self._returns = ""
-        elif library.on == _OF_LITTLE_RANGE:
-            options = self.reducer.options
-            if guard.due(self.reducer.steps + 1, options.guard_steps):
-                self._returns = library.on
-                library.leave()
-
     def step_begins(self) -> bool:
         """Once a step, between steps. Collective now and then; True: the network has changed."""
         if self.decision is None or self.reducer.steps < self.reducer.options.warmup_steps:
@@ -461,8 +440,6 @@ class Planner:
         if self._trial is not None:
             self._tried(self._trial)
             return False
-        if self.library is not None:
-            self._let_guard_look(self.library)
         self._steps += 1
         place = self._steps % self._every
         if place == 1:
@@ -507,7 +484,8 @@ class Planner:
         )
         if rank == 0:
             step = "" if self.measured_ms is None else f"step {self.measured_ms:.1f} ms, "
-            logger.info(
+            logger.log(
+                logging.INFO if box[0] or box[1] else logging.DEBUG,
                 "plan: %spredicted %.1f ms; exchanges %.1f ms, predicted %.1f ms%s",
                 step,
                 self.decision.step_ms,

@@ -9,6 +9,7 @@ are whatever makes a `Wire`; their time includes encoding and decoding.
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -84,9 +85,18 @@ class Probe:
         """Bytes a millisecond that this device's memory moves: a copy reads and writes."""
         # More than a GPU's cache holds.
         size = (128 if self.device.type == "cuda" else 16) << 20
-        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
+        source, target = self._room(size).zero_(), self._room(size)
         return 2 * source.numel() / self._best(lambda: target.copy_(source))
+
+    def _room(self, size: int) -> torch.Tensor:
+        """uint8 [size], which goes back to the system when it is dropped.
+
+        From malloc it would not: what a job allocates next lies behind it, and the process stays
+        as large with each reducer that is planned.
+        """
+        if self.device.type == "cpu":
+            return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _exchange(self, shard: torch.Tensor, wire: Wire) -> None:
         if not wire.route.levels.owns:
@@ -128,7 +138,7 @@ class Probe:
         # Of its own: the script's random numbers are those that it would draw without a probe.
         own = torch.Generator(self.device).manual_seed(1 + self.communicators.rank)
         data = [
-            torch.randn(numel, device=self.device, generator=own)
+            self._room(4 * numel).view(torch.float32).normal_(generator=own)
             for _ in range(OUTER_STREAMS if lanes else 1)
         ]
 

@@ -1,4 +1,8 @@
-"""What a planner says of its decisions: rank 0's lines in the log."""
+"""What a planner says of its decisions: rank 0's lines in the log.
+
+What is in force is said at `info`: one line per decision. What it was made from is
+detail, at `debug`.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +28,25 @@ def decision(
     carrier: str,
     forced_ms: Mapping[str, float],
     forced: str | None,
+    tries: bool,
 ) -> None:
-    """A decision, and what it was made from.
+    """A decision, and what it was made from. `tries`: a trial follows, which says what was kept.
 
     `carrier`: what the exchange between nodes goes by; `forced_ms`: the step that each form alone
     would give; `forced`: the form that was asked for, or None.
     """
-    logger.info("probe: the exchange between nodes goes by %s", carrier)
+    logger.debug("probe: the exchange between nodes goes by %s", carrier)
     for line in probe.describe(costs):
-        logger.info("probe: %s", line)
-    logger.info(
+        logger.debug("probe: %s", line)
+    logger.debug(
         "profile: beside an exchange %.0f%% of computing is lost, beside computing an exchange "
         "takes %.2f times as long",
         100 * profile.drag,
         profile.crowd,
     )
     state = "hidden" if made.hidden else f"{made.step_ms - made.compute_ms:.1f} ms exposed"
-    logger.info(
+    logger.log(
+        logging.DEBUG if tries else logging.INFO,
         "plan: step %.1f ms expected, compute %.1f ms, communication %s; forced: %s",
         made.step_ms,
         made.compute_ms,
@@ -56,7 +62,7 @@ def decision(
             as_complete(profile, made),
         )
     for line in table(profile, made):
-        logger.info("plan: %s", line)
+        logger.debug("plan: %s", line)
 
 
 def trial(kept: Way, measured: Decision, others: Sequence[tuple[Way, float]]) -> None:

@@ -59,8 +59,7 @@ def ways(
 
     add(_way("DDP's own", own("exact"), forms, own=True))
     for form in forms:
-        kind = wires.get(form)
-        if form != "exact" and not kind.feedback and not kind.lossy:
+        if wires.get(form).cast is not None:
             add(_way(f"{form} as torch's hook", own(form), forms))
     if overlap:
         add(_way("planned without overlap", chosen(forms, False), forms))

@@ -20,7 +20,6 @@ from evener.comm.wires.base import (
     papers,
     register,
     suitable,
-    within_range,
 )
 
 for _found in pkgutil.iter_modules(__path__):
@@ -41,5 +40,4 @@ __all__ = [
     "papers",
     "register",
     "suitable",
-    "within_range",
 ]

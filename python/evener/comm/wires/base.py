@@ -8,6 +8,7 @@ A further form is one file in this folder with one class, which says everything 
         title = "INT4"
         what = "4-bit integers in blocks between nodes, with error feedback"
         place = 30  # harsher than INT8
+        late = ""  # nothing is sent in a later step
         first_update = 0.05
         milder, rows_as = "int8", "int8"
         lossy = feedback = True
@@ -28,7 +29,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -160,12 +160,6 @@ class Wire(ABC):
         del state
         return around(self.outer.size, numel * itemsize)
 
-    @classmethod
-    def fits(cls, gradients: Iterable[torch.Tensor]) -> bool:
-        """Whether its range holds all of these. Makes the host wait for a device."""
-        del gradients
-        return True
-
     # --- rows, in forms that name themselves in `rows_as` ---
 
     @classmethod
@@ -284,12 +278,4 @@ def suitable(form: str, bucket: Bucket) -> str:
         return suitable(made.rows_as, bucket)
     if made.cast is not None and made.cast.itemsize >= bucket.buffer.element_size():
         return "exact"
-    return form
-
-
-def within_range(form: str, gradients: Iterable[torch.Tensor]) -> str:
-    """`form`, or the first milder one whose range holds `gradients`, one tensor a parameter."""
-    found = list(gradients)
-    while not get(form).fits(found):
-        form = get(form).milder
     return form

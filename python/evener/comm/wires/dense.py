@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -18,8 +17,6 @@ from evener.comm.wires.base import Limits, Paper, Wire, register
 
 # Least cosine between a parameter's gradient and what a 16-bit form makes of it.
 _LEAST = 0.99
-# Gradients below this are nothing: one over them is not finite.
-_NOTHING = 1e-37
 
 
 @register
@@ -103,12 +100,6 @@ class CastWire(Wire):
         return super().sent_bytes(numel, self.cast.itemsize)
 
     @classmethod
-    def fits(cls, gradients: Iterable[torch.Tensor]) -> bool:
-        """See `Wire`: every parameter's gradient must arrive as something that points its way."""
-        worst = [_least_cosine(gradient, cls.cast) for gradient in gradients if gradient.numel()]
-        return not worst or bool(torch.stack(worst).min() >= _LEAST)
-
-    @classmethod
     def rows_bytes(cls, numel: int, dtype: torch.dtype) -> int:
         """See `Wire`."""
         del dtype
@@ -130,19 +121,6 @@ class CastWire(Wire):
         del factor, dtype
         casts.widen(raw.view(cls.cast)[: out.numel()], final, out)
         return out
-
-
-def _least_cosine(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Between `gradient` and its cast: 1 where there is nothing, or nothing finite, to compare."""
-    largest = gradient.abs().amax().float()
-    usable = (largest > _NOTHING) & largest.isfinite()
-    # Brought to the size of 1, so that no square leaves float32's own range.
-    unit = torch.where(usable, 1.0 / largest, 0.0)
-    wide = gradient.float() * unit
-    sent = gradient.to(dtype).float() * unit
-    lengths = wide.norm() * sent.norm()
-    cosine = torch.where(lengths > 0, (wide * sent).sum() / lengths, 0.0)
-    return torch.where(usable, cosine.nan_to_num(0.0), 1.0)
 
 
 @register

@@ -1,4 +1,4 @@
-"""What compression has not sent yet, for a framework's checkpoints.
+"""What compression has not sent yet, and the state of local steps, for a framework's checkpoints.
 
 A framework saves from one rank, and what is not sent yet lies on all of them: it is collected where
 all ranks pass by, in a callback. A framework loads before it trains, and a model may be accelerated
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from evener.ddp.local import LocalDataParallel
 from evener.ddp.model import _KEPT, _LIVE, AcceleratedDataParallel
 from evener.errors import UsageError
 
@@ -30,13 +31,15 @@ def accelerated(module: torch.nn.Module) -> AcceleratedDataParallel | None:
 
 
 def collect(module: torch.nn.Module) -> dict[str, Any] | None:
-    """What a checkpoint of `module` needs, tensors on the CPU; None where nothing is left to send.
+    """What a checkpoint of `module` needs, tensors on the CPU; None where that is nothing.
 
     Collective, between steps: every rank calls it, and one saves what it gives.
     """
     model = accelerated(module)
     if model is None:
         return _KEPT.get(module)
+    if isinstance(model, LocalDataParallel):
+        return model.evener.state_dict()
     found = [(e.wire.feedback, e.state.residual, e.state.velocity) for e in model.evener.exchanges]
     if not any(feedback or one is not None or two is not None for feedback, one, two in found):
         return None
@@ -49,7 +52,11 @@ def collect(module: torch.nn.Module) -> dict[str, Any] | None:
 
 def remember(module: torch.nn.Module) -> None:
     """The training ends, and its DistributedDataParallel with it: for what is saved, or trained,
-    afterwards. Collective."""
+    afterwards. A round that is under way ends, so that all ranks have the same model. Collective.
+    """
+    model = accelerated(module)
+    if isinstance(model, LocalDataParallel):
+        model.evener.end_round()
     if (owed := collect(module)) is not None:
         _KEPT[module] = owed
 

@@ -1,4 +1,5 @@
-"""Run by Python at its start, where this folder is first on PYTHONPATH: opens Evener's door.
+"""Run by Python at its start, where this folder is first on PYTHONPATH: opens Evener's door, and
+lets `evener launch` watch a rank.
 
 A sitecustomize that was on the path before runs too: this one only stands in front of it.
 """
@@ -21,11 +22,19 @@ def _next() -> None:
     spec.loader.exec_module(module)
 
 
-if os.environ.get("EVENER_DDP"):
+if asked := [name for name in ("EVENER_DDP", "EVENER_FSDP") if os.environ.get(name)]:
     try:
         from evener.door.enter import arm
     except ImportError:
-        sys.stderr.write("evener: EVENER_DDP has no effect: this Python finds no evener\n")
+        sys.stderr.write(f"evener: {asked[0]} has no effect: this Python finds no evener\n")
     else:
         arm()
+if os.environ.get("EVENER_LAUNCH_WATCH"):
+    # A Python without evener is not watched: the launcher says how many ranks it sees.
+    try:
+        from evener.watch.inside import arm as watch
+    except ImportError:
+        pass
+    else:
+        watch()
 _next()

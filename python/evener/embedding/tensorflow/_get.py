@@ -15,6 +15,15 @@ from evener.errors import UsageError
 _log = logging.getLogger(__name__)
 
 _COLLECTION = "evener_dynamic_variables"
+# How TFRA's tables work inside.
+_INNER = {"kv_creator", "bp_v2"}
+_EVICT = "give ev_option=EmbeddingVariableOption(evict_option=...)"
+# What a program may ask of TFRA or DeepRec, and how it asks for it here.
+_OTHERWISE = {
+    "restrict_policy": _EVICT,
+    "steps_to_live": _EVICT,
+    "collections": "add the variable to the graph's collections yourself",
+}
 
 
 def get_variable(
@@ -44,14 +53,17 @@ def get_variable(
     servers. `partitioner`: of TensorFlow 1; as many stores as it makes parts. `init_size`: rows
     to make room for. `optimizer`: the store's own (`{"kind": "lazy_adam"}`), instead of what
     `DynamicEmbeddingOptimizer` brings. Inside a `tf.compat.v1.variable_scope` the name is the
-    scope's, then `name`. `checkpoint`: whether a Saver of TensorFlow 1 holds it. Arguments that say
-    how TFRA's tables work inside (`kv_creator`, `restrict_policy`, `bp_v2`) are taken, not used.
+    scope's, then `name`. `checkpoint`: whether a Saver of TensorFlow 1 holds it. TFRA's
+    `kv_creator` and `bp_v2`, which say how its tables work inside, are taken and have no effect.
 
     Raises UsageError where the name exists with other options, or an argument cannot be.
     """
-    known = {"kv_creator", "restrict_policy", "bp_v2", "collections", "steps_to_live"}
-    if extra := sorted(set(unused) - known):
+    if extra := sorted(set(unused) - _INNER - set(_OTHERWISE)):
         raise UsageError(f"get_variable has no argument {extra[0]!r}", "see its documentation")
+    for argument, fix in _OTHERWISE.items():
+        if unused.get(argument):
+            call = f"get_variable({name!r}, {argument}={unused[argument]!r})"
+            raise UsageError(f"{call} has no effect", fix)
     size = dim if dim is not None else embedding_dim
     if size is None or int(size) < 1:
         raise UsageError(f"dim {size} of embedding {name!r} cannot be", "give dim, 1 or more")
@@ -72,6 +84,7 @@ def get_variable(
                 f"not dim {size} and keys {tf.as_dtype(key_dtype).name}",
                 "give the new one another name, or close() the old one",
             )
+        _same_options(found, ev_option, optimizer)
         return found
     made = DynamicVariable(
         full,
@@ -90,6 +103,26 @@ def get_variable(
     )
     _remember(full, made)
     return made
+
+
+def _same_options(
+    found: DynamicVariable,
+    ev_option: EmbeddingVariableOption | None,
+    optimizer: Mapping[str, Any] | None,
+) -> None:
+    """Raises UsageError where the variable that is there has other options than are given."""
+    given: dict[str, Any] = {} if ev_option is None else ev_option.options()
+    there = dict(found.parts[0].options)
+    if optimizer is not None:  # its numbers may have changed since
+        given["optimizer"] = optimizer["kind"]
+        there["optimizer"] = there.get("optimizer", {}).get("kind")
+    for option, value in given.items():
+        if there.get(option) != value:
+            raise UsageError(
+                f"embedding {found.name!r} exists with {option}={there.get(option)!r}, "
+                f"not {value!r}",
+                "give the new one another name, or close() the old one",
+            )
 
 
 def _scoped(name: str) -> str:

@@ -8,6 +8,7 @@ loss scales, schedules of the learning rate) it does to these too.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,19 +18,30 @@ import tensorflow as tf
 from evener.embedding.tensorflow._variable import table_of
 from evener.errors import UsageError
 
+_log = logging.getLogger(__name__)
 
-def DynamicEmbeddingOptimizer(optimizer: Any, *unused: Any, **ignored: Any) -> Any:  # noqa: N802
+
+def DynamicEmbeddingOptimizer(  # noqa: N802
+    optimizer: Any, bp_v2: bool = False, synchronous: bool = False
+) -> Any:
     """`optimizer`, which from now on trains dynamic embeddings too.
 
     Takes SGD, Adagrad, Adam, AdamW and Ftrl of Keras 3, LossScaleOptimizer around them, and the
     GradientDescent, Adagrad, Adam and Ftrl optimizers of tf.compat.v1.train. Others, and classes
     with a step of their own, work where each table has `get_variable(optimizer=...)`: the store
     then does that step, with this optimizer's learning rate. `weight_decay` acts on the rows of a
-    step. Further arguments (TFRA's `bp_v2`, `synchronous`) are taken and not used.
+    step. TFRA's `bp_v2` has no effect here.
 
-    Raises UsageError for what is no optimizer, or where it can do what no store does (momentum,
+    Raises UsageError for what is no optimizer, for TFRA's `synchronous` (wrap the optimizer in
+    Horovod's for several processes), or where it can do what no store does (momentum,
     amsgrad, weight decay of Adagrad and Ftrl, gradient accumulation, averages of weights).
     """
+    del bp_v2  # how TFRA finds gradients
+    if synchronous:
+        raise UsageError(
+            "DynamicEmbeddingOptimizer(synchronous=True) does not reduce gradients",
+            "leave it out, and wrap the optimizer: hvd.DistributedOptimizer(optimizer)",
+        )
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return _derived(optimizer, _V1)
     import keras
@@ -311,6 +323,8 @@ class _Keras:
             if table is None:
                 continue
             _sole(self, table)
+            if id(table) not in given:
+                _say_rest(self, table)
             # A table without a gradient counts the step too, as the iterations of Keras do.
             table.apply_gradients(
                 given.get(id(table), _nothing(table.dim)),
@@ -328,6 +342,19 @@ def _sole(optimizer: Any, table: Any) -> None:
         raise UsageError(
             f"two optimizers step embedding {table.name!r}, whose rows have the slots of one",
             "let one optimizer step it, or use SGD for it",
+        )
+
+
+def _say_rest(optimizer: Any, table: Any) -> None:
+    """Say once that a step without a gradient differs from Keras' Adam."""
+    kind = table.parts[0].options["optimizer"]["kind"]
+    if kind == "adam" and not table.said_rest:
+        table.said_rest = True
+        _log.warning(
+            "embedding %r has no gradient in a step of %s: its moments decay, and those of a dense "
+            "variable would rest; use AdamW, whose moments rest",
+            table.name,
+            type(optimizer).__name__,
         )
 
 

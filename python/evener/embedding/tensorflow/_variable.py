@@ -30,6 +30,7 @@ _DTYPES = {tf.float32: "f32", tf.float16: "f16", tf.bfloat16: "bf16"}
 _eagerly = tf.executing_eagerly
 try:
     from tensorflow.python.pywrap_tfe import TFE_Py_TapeSetIsEmpty as _no_tape
+    from tensorflow.python.pywrap_tfe import TFE_Py_VariableWatcherVariableAccessed as _used
 except ImportError:  # not part of TensorFlow's public names
 
     def _no_tape() -> bool:
@@ -191,6 +192,7 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
             **option.options(),
         }
         self.fixed_optimizer = optimizer is not None
+        self.said_rest = False  # that moments decay in a step without a gradient
         self.stepped_by: Any = None  # a weak reference to the optimizer whose slots the rows have
         if optimizer is not None:
             options["optimizer"] = dict(optimizer)
@@ -307,7 +309,9 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
             part = self.parts[0]
             if part.device is None and _eagerly():
                 if _no_tape():
-                    # Nobody asks for a gradient: spare the reading of the variable.
+                    # Nobody asks for a gradient: spare the reading of the variable. But
+                    # tf.recompute_grad wants to know which variables it will ask gradients of.
+                    _used(anchor)
                     if self._still is None:
                         self._still = tf.zeros([self.dim])
                     anchor = self._still

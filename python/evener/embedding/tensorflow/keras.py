@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common import global_state
 
 from evener.embedding.tensorflow import _optimizer, _stores
 from evener.embedding.tensorflow._lookup import safe_embedding_lookup_sparse
@@ -127,7 +128,12 @@ class Embedding(keras.layers.Layer):
         return keras.KerasTensor(self.compute_output_shape(inputs.shape), dtype=self.value_dtype)
 
     def get_config(self) -> dict[str, Any]:
-        """What Keras saves of it."""
+        """What Keras saves of it. Raises UsageError for a whole model in HDF5."""
+        if global_state.get_global_attribute("use_legacy_config", False):
+            raise UsageError(
+                f"a whole model in an .h5 file would lose the rows of embedding {self.name!r}",
+                "save it as .keras, or its weights: save_weights('NAME.weights.h5')",
+            )
         return {
             **super().get_config(),
             "dim": self.dim,

@@ -6,20 +6,37 @@
     optimizer = DynamicOptimizer(model, torch.optim.Adam(model.parameters()))
 
 Start reading at `table` (what a module and an optimizer share), then `modules`, `optimizer`,
-`sharded`, `cache`.
+`lookups`, `sharded`, `cache`; who comes from torchrec at `collections`.
 """
 
 from evener.embedding.torch.checkpoint import load, save
+from evener.embedding.torch.collections import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
+from evener.embedding.torch.jagged import Jagged, JaggedTensor, KeyedTensor
 from evener.embedding.torch.modules import DynamicEmbedding, DynamicEmbeddingBag
 from evener.embedding.torch.optimizer import DynamicOptimizer, clip_grad_norm_, no_sync, tables
+from evener.embedding.torch.plain import export, fill
 from evener.embedding.torch.traffic import Traffic
 
 __all__ = [
     "DynamicEmbedding",
     "DynamicEmbeddingBag",
     "DynamicOptimizer",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "Jagged",
+    "JaggedTensor",
+    "KeyedTensor",
     "Traffic",
     "clip_grad_norm_",
+    "export",
+    "fill",
     "load",
     "no_sync",
     "save",

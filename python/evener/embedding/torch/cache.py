@@ -115,7 +115,7 @@ class CachedRows:
     def __init__(self, store: Store, device: torch.device, capacity: int) -> None:
         options = as_options(store.options)
         self.store, self.device, self.capacity = store, device, capacity
-        self.dim, self._width = store.dim, store.dim * (1 + slots(store.options))
+        self.dim, self._width = store.dim, store.dim + slots(store.options)
         self._update = updates.of(options)
         self._every = interval(options)
         self._cold = HostRows(store, device)

@@ -19,18 +19,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from torch import nn
+
+from evener.base.given import given
 from evener.embedding.torch.optimizer import tables
 from evener.embedding.torch.state import FORMAT, fits, restore, shape
 from evener.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from evener.embedding.torch.table import Table
 
 MANIFEST = "manifest.json"
 
 
+@given
 def save(model: nn.Module, folder: str | os.PathLike[str], keep: int = 2) -> Path:
     """Write the embeddings of `model` below `folder`; the path of what was written. Collective.
 
@@ -84,6 +86,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], keep: int = 2) -> Pat
     return target
 
 
+@given
 def load(model: nn.Module, folder: str | os.PathLike[str]) -> int:
     """Read what `save` wrote, the last whole checkpoint below `folder`; its step. Collective.
 
@@ -128,7 +131,7 @@ def _largest(found: list[Table], number: int) -> int:
     """The largest of all ranks' numbers: all ranks come here."""
     for table in found:
         if table.sharded is not None:
-            return int(table.sharded.largest(float(number)))
+            return int(table.sharded.ranks.largest([float(number)])[0])
     return number
 
 

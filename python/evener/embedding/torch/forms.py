@@ -49,6 +49,7 @@ def decode(codes: torch.Tensor, form: Form, dim: int) -> torch.Tensor:
     if form == "exact":
         return codes.contiguous().view(torch.float32)
     if form == "int8":
-        scale = codes[:, dim:].contiguous().view(torch.float32)
+        # A copy: a single row is contiguous as it is, and its scale may lie at any byte.
+        scale = codes[:, dim:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         return codes[:, :dim].contiguous().view(torch.int8).float() * scale
     return codes.contiguous().view(_HALVES[form]).float()

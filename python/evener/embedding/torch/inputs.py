@@ -100,11 +100,7 @@ def bags(
         weights = own if weights is None else weights
         offsets, given, include_last_offset = given.offsets(), given.values(), True
     ids = check_ids(given)
-    if weights is not None and weights.shape != ids.shape:
-        raise UsageError(
-            f"per_sample_weights of shape {tuple(weights.shape)} for ids of {tuple(ids.shape)}",
-            "give one weight per id",
-        )
+    check_weights(ids, weights)
     length = None
     if ids.ndim == 2:
         if offsets is not None or lengths is not None:
@@ -112,7 +108,7 @@ def bags(
         count, length = ids.shape
         ends = torch.arange(count + 1, device=ids.device) * length
     elif ids.ndim == 1:
-        ends = _ends(ids, offsets, lengths, include_last_offset)
+        ends = ends_of(ids, offsets, lengths, include_last_offset)
     else:
         raise UsageError(f"ids have {ids.ndim} dimensions", "give 1-D ids with offsets, or 2-D ids")
     flat = ids.reshape(-1)
@@ -122,12 +118,22 @@ def bags(
     return Bags(flat, ends, weights, length, features)
 
 
-def _ends(
+def check_weights(ids: torch.Tensor, weights: torch.Tensor | None) -> None:
+    """Raise UsageError where there is not one weight per id."""
+    if weights is not None and weights.shape != ids.shape:
+        raise UsageError(
+            f"per_sample_weights of shape {tuple(weights.shape)} for ids of {tuple(ids.shape)}",
+            "give one weight per id",
+        )
+
+
+def ends_of(
     ids: torch.Tensor,
     offsets: torch.Tensor | None,
     lengths: torch.Tensor | None,
     include_last_offset: bool,
 ) -> torch.Tensor:
+    """int64 [bags + 1], from 0 to the number of ids. Raises UsageError for what does not fit."""
     n = ids.numel()
     if (offsets is None) == (lengths is None):
         raise UsageError("1-D ids need offsets or lengths", "give one of them, or 2-D ids")

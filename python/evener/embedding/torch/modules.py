@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
+from evener.base.given import given
 from evener.embedding import Options, SsdTier, Store
+from evener.embedding.torch import lookups
 from evener.embedding.torch import state as states
 from evener.embedding.torch.cache import CachedRows, CacheStats
 from evener.embedding.torch.inputs import Bags, bags, check_ids, is_jagged, token
@@ -22,12 +24,13 @@ from evener.errors import UsageError
 class _Dynamic(nn.Module):
     """What both modules share: a table, and nothing that torch counts as a parameter."""
 
+    @given
     def __init__(
         self,
         options: Options | int,
         name: str | None = None,
         *,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | int = "cpu",
         padding_idx: int | None = None,
         cache_rows: int = 0,
         fused: bool = False,
@@ -133,15 +136,19 @@ class _Dynamic(nn.Module):
 
     def _rows(self, given: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Values, and where each id is in them (None: in their order)."""
+        keys, inverse = self._unique(given, ids)
+        (values,) = lookups.look([(self.table, keys)], self._train())
+        return values, inverse
+
+    def _unique(self, given: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Keys to look up, and where each id is in them (None: in their order)."""
         ids = ids.to(self.table.device)
-        train = self._train()
         if self.table.repeats:
-            return self.table.look(ids, train), None
-        if train:
-            keys, inverse = self.table.unique(token(given), ids)
-        else:
-            keys, inverse = torch.unique(ids, return_inverse=True)
-        return self.table.look(keys, train), inverse
+            return ids, None
+        if self._train():
+            return self.table.unique(token(given), ids)
+        keys, inverse = torch.unique(ids, return_inverse=True)
+        return keys, inverse
 
     def get_extra_state(self) -> Any:
         """What `state_dict()` holds: the rows of this rank, slots and counts included."""
@@ -201,12 +208,13 @@ class DynamicEmbedding(_Dynamic):
         ids = check_ids(self._keys(input)).reshape(-1)
         if self.padding_idx is not None:
             ids = ids[ids != self.padding_idx]
-        self.table.prefetch(token(input), ids.to(self.table.device))
+        lookups.prefetch([(self.table, token(input), ids.to(self.table.device))])
 
 
 class DynamicEmbeddingBag(_Dynamic):
     """`nn.EmbeddingBag` without a vocabulary. In `eval()` or under `no_grad` it never inserts."""
 
+    @given
     def __init__(
         self,
         options: Options | int,
@@ -309,7 +317,7 @@ class DynamicEmbeddingBag(_Dynamic):
         right too, and gains nothing.
         """
         ids = self._bags(input, offsets, None, lengths).ids
-        self.table.prefetch(token(input), ids.to(self.table.device))
+        lookups.prefetch([(self.table, token(input), ids.to(self.table.device))])
 
     def extra_repr(self) -> str:
         """As `print(model)` shows it."""

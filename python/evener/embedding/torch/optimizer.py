@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from evener.base.given import given
+from evener.embedding.torch.lookups import exchange
 from evener.embedding.torch.modules import _Dynamic
+from evener.embedding.torch.sharded import Ranks
 from evener.embedding.torch.table import Table
 from evener.errors import UsageError
 
 Models = nn.Module | Iterable[nn.Module]
 
 
+@given
 def tables(model: Models) -> list[Table]:
     """The tables of all DynamicEmbedding and DynamicEmbeddingBag in `model`, once each."""
     models = [model] if isinstance(model, nn.Module) else list(model)
@@ -47,6 +51,7 @@ class DynamicOptimizer(torch.optim.Optimizer):
     `model.parameters()`.
     """
 
+    @given
     def __init__(
         self, model: Models, dense: torch.optim.Optimizer | None = None, lr: float | None = None
     ) -> None:
@@ -112,9 +117,7 @@ class DynamicOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for table in self.tables:
-            if table._local:  # backward passes that ended in no_sync
-                table.exchange()
+        _exchange_rest(self.tables)
         for table in self.tables:
             table.check()
         for table, group in zip(self.tables, self._own, strict=True):
@@ -160,6 +163,7 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
+@given
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_` over dense parameters and embeddings together.
@@ -170,19 +174,22 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     found = tables(model)
     if norm_type not in (1.0, 2.0):
         raise UsageError(f"norm_type={norm_type} is not there", "1 or 2")
-    for table in found:
-        if table._local:
-            table.exchange()
+    _exchange_rest(found)
     dense = [p.grad for p in model.parameters() if p.grad is not None]
     total = torch.zeros((), dtype=torch.float64)
     for gradient in dense:
         total += _power_sum(gradient, norm_type)
-    for table in found:
+    parts = torch.zeros(len(found), dtype=torch.float64)
+    together: dict[Ranks, list[int]] = {}
+    for i, table in enumerate(found):
         own = table.waiting.grad
-        part = torch.zeros((), dtype=torch.float64)
         if own is not None:
-            part = _power_sum(own, norm_type)
-        total += part if table._sharded is None else table._sharded.sum(part)
+            parts[i] = _power_sum(own, norm_type)
+        if table.sharded is not None:
+            together.setdefault(table.sharded.ranks, []).append(i)
+    for ranks, at in together.items():
+        parts[at] = ranks.sum(parts[at])
+    total += parts.sum()
     norm = total ** (1 / norm_type)
     if float(norm) > max_norm:
         factor = float(max_norm / (norm + 1e-6))
@@ -192,10 +199,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     return norm.float()
 
 
+def _exchange_rest(found: list[Table]) -> None:
+    """Bring the gradients of backward passes that ended in `no_sync` to their owners."""
+    if rest := [table for table in found if table.local]:
+        exchange(rest)
+
+
 def _power_sum(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     return (gradient.double().abs() ** norm_type).sum().cpu()
 
 
+@given
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backward passes inside keep embeddings' gradients on their rank, as DDP's `no_sync` does.

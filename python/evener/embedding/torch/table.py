@@ -1,14 +1,10 @@
 """What a module and an optimizer share: one table, its place, and its gradients between them.
 
-Forward asks `Table.look` for rows. Backward gives gradients back to the table, which brings them to
-their owners when the whole backward pass is done, and keeps them (`Waiting`) until the step. So
-what holds for a dense parameter holds here: several backward passes add up, gradients can be
-clipped and unscaled before the step, and a step that is skipped leaves nothing changed. `fused`
-tables step at the end of each backward pass instead.
-
-Backward passes end in one place (`_Pass`), where tables are taken in the order in which they were
-made: so all ranks exchange in the same order, whatever order autograd takes. A pass that ends with
-an error is forgotten with the gradients that it brought to `fused` tables.
+Forward asks for rows (`lookups.look`). Backward gives gradients back to the table; they go to their
+owners when the whole backward pass is done, and wait there (`Waiting`) until the step. So what
+holds for a dense parameter holds here: several backward passes add up, gradients can be clipped and
+unscaled before the step, and a step that is skipped leaves nothing changed. `fused` tables step at
+the end of each backward pass instead.
 
 A name is one table: modules of one name share it, and a step is one step with the sum of their
 gradients, as for a weight that two modules share.
@@ -18,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +29,7 @@ from evener.embedding import Options, Store
 from evener.embedding.torch.cache import CachedRows
 from evener.embedding.torch.forms import require
 from evener.embedding.torch.rows import HostRows, Rows, as_options
-from evener.embedding.torch.sharded import Sharded
+from evener.embedding.torch.sharded import Ranks, Sharded
 from evener.embedding.torch.traffic import Traffic
 from evener.embedding.torch.waiting import Waiting
 from evener.errors import UsageError
@@ -43,80 +38,18 @@ _NUMBERS = itertools.count()
 
 
 @dataclass
-class _Ahead:
+class Ahead:
     """The batch that comes next: the tensor that was given, and what is known of it so far."""
 
     given: torch.Tensor
     version: int
+    step: int
     future: Any = None
     keys: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
     way: Any = None
 
 
-class _Pass:
-    """One backward pass: the tables that it touched, and what fused ones got in it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tables: dict[int, Table] = {}
-        self._kept: list[tuple[Table, Any, torch.Tensor]] = []
-
-    def add(self, table: Table, way: Any, gradients: torch.Tensor) -> None:
-        with self._lock:
-            self._tables[table.number] = table
-            if table.fused:
-                self._kept.append((table, way, gradients))
-                return
-        table.keep(way, gradients)
-
-    def end(self) -> None:
-        """All gradients are here. Collective if a table is sharded."""
-        tables = [table for _, table in sorted(self._tables.items())]
-        for table, way, gradients in self._kept:
-            table.keep(way, gradients)
-        ready = [table for table in tables if table._exchanges]
-        for table in ready:
-            table.exchange()
-        fused = [table for table in ready if table.fused]
-        try:
-            # The store refuses a gradient that is not finite; with several tables or ranks nothing
-            # may have been changed before it does.
-            for table in fused:
-                if len(fused) > 1 or table._sharded is not None:
-                    table.check()
-            for table in fused:
-                if table.waiting.pieces:
-                    table.apply(table.lr)
-                table.step += 1
-        finally:
-            for table in fused:
-                table.discard()
-
-
-class _Backward:
-    """The backward passes that run, by autograd's number.
-
-    The callback at the end of a pass owns it. Autograd drops the callbacks of a pass that fails, so
-    nothing of it is left for the next one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
-
-    def current(self) -> _Pass:
-        number = torch._C._current_graph_task_id()
-        with self._lock:
-            found = self._passes.get(number)
-            if found is None:
-                found = self._passes[number] = _Pass()
-                engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(found.end)
-        return found
-
-
-_BACKWARD = _Backward()
 _TABLES: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
 
 
@@ -196,10 +129,10 @@ class Table:
         # A rank whose own gradients are finite learns here that another's are not.
         self.overflow = Waiting(1, device)
         self.optimizer: Any = None
-        self._local: list[tuple[Any, torch.Tensor]] = []
-        self._exchanges = True
+        self.local: list[tuple[Any, torch.Tensor | None]] = []  # gradients of this rank
+        self.exchanges = True
         self._sharded: Sharded | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead | None = None
         self._looked = False  # in training, since the last step
 
     def next_step(self) -> int:
@@ -222,7 +155,8 @@ class Table:
         if self._sharded is None and self._wants_ranks and dist.is_initialized():
             size = dist.get_world_size(self._group)
             if size > 1:
-                self._sharded = Sharded(self.rows, self.dim, self._forms, self.traffic, self._group)
+                ranks = Ranks.of(self.device, self._group)
+                self._sharded = Sharded(self.rows, self.dim, self._forms, self.traffic, ranks)
         return self._sharded
 
     @property
@@ -232,36 +166,22 @@ class Table:
             self.device.type == "cpu" and isinstance(self.rows, HostRows) and self.sharded is None
         )
 
-    def look(self, keys: torch.Tensor, train: bool) -> torch.Tensor:
-        """float32 [n, dim] for int64 keys [n]. `train`: with a gradient. Collective if sharded."""
-        if not train:
-            return self._fetch(keys, None)[0]
+    def begin(self) -> None:
+        """A lookup in training comes. Raises UsageError where gradients wait for no optimizer."""
         if not self.fused and self.waiting.pieces and not self._stepped():
             raise UsageError(
                 f"gradients of embedding {self.name!r} wait, and no optimizer takes them",
                 "make a DynamicOptimizer(model) and call its step(), or give fused=True",
             )
         self._looked = True
-        anchor = torch.empty(0, requires_grad=True)
-        found: torch.Tensor = _Look.apply(anchor, self, keys)
-        return found
 
     def _stepped(self) -> bool:
         return self.optimizer is not None and self.optimizer() is not None
 
-    def _fetch(self, keys: torch.Tensor, step: int | None) -> tuple[torch.Tensor, Any]:
-        sharded = self.sharded
-        if sharded is None:
-            values = self.rows.peek(keys) if step is None else self.rows.read(keys, step)
-            return values, keys
-        ahead, way = self._ahead, None
-        if step is not None:
-            self._ahead = None
-            if ahead is not None and ahead.keys is keys:
-                way = ahead.way
-        if way is None:
-            way = sharded.first.route(keys, step)
-        return sharded.first.values(way), way
+    def ahead_of(self, keys: torch.Tensor) -> Any:
+        """The way of these keys, where they were prefetched."""
+        ahead, self._ahead = self._ahead, None
+        return ahead.way if ahead is not None and ahead.keys is keys else None
 
     def unique(self, given: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [u], once each and ascending, and the place of each of `ids` [n] among them.
@@ -277,59 +197,47 @@ class Table:
         unique, inverse = torch.unique(ids, return_inverse=True)
         return unique, inverse
 
-    def prefetch(self, given: torch.Tensor, ids: torch.Tensor) -> None:
-        """The next lookup in training is of `given`, whose ids are `ids`. Collective if sharded."""
+    def prefetch(self, given: torch.Tensor, ids: torch.Tensor) -> Ahead | None:
+        """The next lookup in training is of `given`, whose ids are `ids`.
+
+        Gives what is known of it, whose keys the caller sends ahead where the table is sharded;
+        None where nothing can be done ahead.
+        """
         sharded = self.sharded
         if self.repeats:
-            return
+            return None
         if self._looked and self.rows.evicts(self.step):
-            return  # rows that are new now would count as the newest when this step evicts
-        step = self.step + self._looked
-        ahead = _Ahead(given, given._version)
+            return None  # rows that are new now would count as the newest when this step evicts
+        ahead = Ahead(given, given._version, self.step + self._looked)
         if sharded is None and isinstance(self.rows, CachedRows):
-            ahead.future = self.rows.prefetch_ids(ids, step)
+            ahead.future = self.rows.prefetch_ids(ids, ahead.step)
         else:
             ahead.keys, ahead.inverse = torch.unique(ids, return_inverse=True)
             if sharded is None:
-                self.rows.prefetch(ahead.keys, step)
-            else:
-                bottom = ahead.way = sharded.first.route(ahead.keys, step)
-                while not isinstance(bottom, tuple):
-                    bottom = bottom.below
-                self.rows.prefetch(bottom[0], step)
+                self.rows.prefetch(ahead.keys, ahead.step)
         self._ahead = ahead
+        return ahead
 
-    def keep(self, way: Any, gradients: torch.Tensor) -> None:
-        """Gradients [n, dim] of a lookup wait from here on."""
-        if self.sharded is None:
+    def keep(self, way: Any, gradients: torch.Tensor | None) -> None:
+        """Gradients [n, dim] of a lookup wait from here on; None: of no use on this rank."""
+        if self.sharded is not None:
+            self.local.append((way, gradients))
+        elif gradients is not None:
             self.waiting.receive(way, gradients)
-        else:
-            self._local.append((way, gradients))
 
-    def exchange(self) -> None:
-        """Bring gradients to the ranks that own the rows. Collective if sharded."""
-        if self._sharded is None:
-            return
-        local, self._local = self._local, []
-        finite = True
-        for way, gradients in local:
-            keys, sums = self._sharded.first.give(way, gradients)
-            if self.average:
-                sums = sums / self._sharded.size
-            self.waiting.receive(keys, sums)
-            finite = finite and bool(sums.isfinite().all())
-        bad = self._sharded.largest(0.0 if finite else 1.0)
+    def flag(self, bad: bool) -> None:
+        """Gradients came whose sum is not finite (`bad`) on some rank, or is on all."""
         flag = torch.full((1, 1), float("nan") if bad else 0.0, device=self.device)
         self.overflow.receive(torch.zeros(1, dtype=torch.int64, device=self.device), flag)
 
     @contextmanager
     def no_exchange(self) -> Iterator[None]:
         """Backward passes inside keep gradients on their rank; the next one outside brings all."""
-        before, self._exchanges = self._exchanges, False
+        before, self.exchanges = self.exchanges, False
         try:
             yield
         finally:
-            self._exchanges = before
+            self.exchanges = before
 
     def check(self) -> None:
         """Raise UsageError where a gradient that waits is not finite. Nothing is changed."""
@@ -383,30 +291,9 @@ class Table:
 
     def discard(self) -> None:
         """Forget the gradients that wait."""
-        self.waiting.pieces, self.overflow.pieces, self._local = [], [], []
+        self.waiting.pieces, self.overflow.pieces, self.local = [], [], []
 
     def evict(self) -> int:
         """Apply the eviction policy now; how many rows of this rank went."""
         self.rows.forget()
         return int(self._store.evict(self.step))
-
-
-class _Look(torch.autograd.Function):
-    """A lookup. The anchor makes autograd come back here; no tensor of the graph is the table."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: torch.Tensor,  # noqa: ARG004 - makes autograd come back here
-        table: Table,
-        keys: torch.Tensor,
-    ) -> torch.Tensor:
-        values, ctx.way = table._fetch(keys, table.step)
-        ctx.table = table
-        return values
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradients: torch.Tensor) -> Any:
-        _BACKWARD.current().add(ctx.table, ctx.way, gradients.float())
-        return None, None, None

@@ -48,8 +48,9 @@ def _root(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one step. `w`, `g`: [n, dim]; `slots`: one [n, dim] each; `absent`: int64 [n], the
-    steps since a row's last update that it was not in. `t`: which step, from 1."""
+    """Rows of one step. `w`, `g`: [n, dim]; `slots`: [n, dim] each, or [n, 1] of one number for a
+    row; `absent`: int64 [n], the steps since a row's last update that it was not in. `t`: which
+    step, from 1."""
 
     w: torch.Tensor
     slots: tuple[torch.Tensor, ...]
@@ -93,6 +94,80 @@ def _adagrad(o: dict[str, Any]) -> Update:
     return update
 
 
+def _total(x: torch.Tensor) -> torch.Tensor:
+    """[n, 1]: sums over rows: every sixteenth term by itself, and then these sums by halves."""
+    n, dim = x.shape
+    lanes = torch.nn.functional.pad(x, (0, -dim % 16)).view(n, -1, 16)
+    sums = torch.zeros(n, 16, device=x.device)
+    for part in lanes.unbind(1):
+        sums = sums + part
+    while sums.shape[1] > 1:
+        first, second = sums.chunk(2, 1)
+        sums = first + second
+    return sums
+
+
+def _quotient(number: float, x: torch.Tensor) -> torch.Tensor:
+    """`number / x`, rounded once: torch divides 1 by `x` first where the dividend is no tensor."""
+    return torch.full_like(x, number) / x
+
+
+def _row_wise_adagrad(o: dict[str, Any]) -> Update:
+    eps, decay, decoupled = rounded(o["eps"]), rounded(o["weight_decay"]), bool(o["decoupled"])
+
+    def update(b: Batch) -> tuple[torch.Tensor, ...]:
+        n = _joined(b, 0.0 if decoupled else decay)
+        s = b.slots[0] + _over(_total(n * n), b.w.shape[1])
+        size = _quotient(b.lr, _root(s) + eps)
+        keep = 1 - decay * (torch.full_like(size, b.lr) if decoupled else size)
+        return b.w * keep - b.g * size, s
+
+    return update
+
+
+def _corrections(o: dict[str, Any], t: int) -> tuple[float, float]:
+    return tuple(rounded(1 - _power(rounded(o[name]), t)) for name in ("beta1", "beta2"))  # type: ignore[return-value]
+
+
+def _partial_row_wise_adam(o: dict[str, Any]) -> Update:
+    beta1, beta2, eps = (rounded(o[name]) for name in ("beta1", "beta2", "eps"))
+    rest1, rest2 = float(_f(1) - _f(beta1)), float(_f(1) - _f(beta2))
+    decay = rounded(o["weight_decay"])
+
+    def update(b: Batch) -> tuple[torch.Tensor, ...]:
+        first, second = _corrections(o, b.t)
+        m, v = b.slots
+        v = v * beta2 + _over(_total(b.g * b.g), b.w.shape[1]) * rest2
+        m = m * beta1 + b.g * rest1
+        root = _root(_over(v, second)) + eps
+        return b.w - (_over(m, first) / root + b.w * decay) * b.lr, m, v
+
+    return update
+
+
+def _over(x: torch.Tensor, number: float) -> torch.Tensor:
+    """`x / number`, rounded once: on a GPU torch multiplies by the inverse of a plain number."""
+    return x / torch.full_like(x[:1, :1], number)
+
+
+def _lamb(o: dict[str, Any]) -> Update:
+    beta1, beta2, eps = (rounded(o[name]) for name in ("beta1", "beta2", "eps"))
+    rest1, rest2 = float(_f(1) - _f(beta1)), float(_f(1) - _f(beta2))
+    decay = rounded(o["weight_decay"])
+
+    def update(b: Batch) -> tuple[torch.Tensor, ...]:
+        first, second = _corrections(o, b.t)
+        m, v = b.slots
+        m = m * beta1 + b.g * rest1
+        v = v * beta2 + (b.g * b.g) * rest2
+        change = _over(m, first) / (_root(_over(v, second)) + eps) + b.w * decay
+        length, way = _root(_total(b.w * b.w)), _root(_total(change * change))
+        trust = torch.where((length > 0) & (way > 0), length / way, torch.ones_like(way))
+        return b.w - change * (trust * b.lr), m, v
+
+    return update
+
+
 def _adam(o: dict[str, Any], kind: str) -> Update:
     beta1, beta2, eps = (rounded(o[name]) for name in ("beta1", "beta2", "eps"))
     rest1, rest2 = float(_f(1) - _f(beta1)), float(_f(1) - _f(beta2))
@@ -117,6 +192,13 @@ def _adam(o: dict[str, Any], kind: str) -> Update:
     return update
 
 
+_ROW_WISE = {
+    "row_wise_adagrad": _row_wise_adagrad,
+    "partial_row_wise_adam": _partial_row_wise_adam,
+    "lamb": _lamb,
+}
+
+
 def of(options: dict[str, Any]) -> Update:
     """The step of these options' optimizer; values of 16 bits are rounded after it.
 
@@ -128,12 +210,15 @@ def of(options: dict[str, Any]) -> Update:
         plain = _sgd(optimizer)
     elif kind == "adagrad":
         plain = _adagrad(optimizer)
+    elif kind in _ROW_WISE:
+        plain = _ROW_WISE[kind](optimizer)
     elif kind in ("adam", "adam_w", "lazy_adam"):
         plain = _adam(optimizer, kind)
     else:
         raise UsageError(
             f"a cache of rows cannot step {kind}",
-            "take sgd, adagrad, adam, adam_w or lazy_adam, or leave cache_rows at 0",
+            f"take sgd, adagrad, adam, adam_w, lazy_adam, {', '.join(_ROW_WISE)}, or leave "
+            "cache_rows at 0",
         )
     dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[options["dtype"]]
     if dtype == torch.float32:

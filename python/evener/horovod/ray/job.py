@@ -140,14 +140,11 @@ class RayJob(ElasticJob):
             found[host] = max(found.get(host, 0), slot + 1)
         return found
 
-    def _reap(self) -> None:
-        for worker in self._workers.values():
-            status = worker.process.poll()
-            if status == 0 and worker.process.value != _LEFT:
-                self._ended_well.append(worker)
-            elif status:
-                worker.last.extend(worker.process.error.rstrip().splitlines())
-        super()._reap()
+    def _has_ended(self, worker: Worker, status: int) -> None:
+        if status:
+            worker.last.extend(worker.process.error.rstrip().splitlines())
+        elif worker.process.value != _LEFT:
+            self._ended_well.append(worker)
 
     def _tell_to_end(self, worker: Worker) -> None:
         worker.process.kill()

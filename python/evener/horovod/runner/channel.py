@@ -24,7 +24,7 @@ _HANDSHAKE = 10.0
 _MOST_STRANGERS = 256
 
 
-class Door:
+class Listener:
     """Listens at `addresses` and gives proven connections to `serve`, each in its own thread."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Door:
 
 
 def reach(address: str, port: int, key: bytes, seconds: float) -> Connection:
-    """A proven connection to a `Door`. Raises OSError, EOFError or AuthenticationError."""
+    """A proven connection to a `Listener`. Raises OSError, EOFError or AuthenticationError."""
     return prove(socket.create_connection((address, port), seconds), key, first=False)
 
 

@@ -43,14 +43,14 @@ class _Exchange:
         self._work = work
         self.results: dict[int, Any] = {}
         self.errors: dict[int, tuple[str, Any]] = {}
-        self._door = channel.Door(addresses, self._key, self._serve)
+        self._listener = channel.Listener(addresses, self._key, self._serve)
 
     def address(self) -> str:
         """For EVENER_RUN: [address, port] of each place where it listens, and the key."""
-        return json.dumps([self._door.places, self._key.hex()])
+        return json.dumps([self._listener.places, self._key.hex()])
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
 
     def _serve(self, connection: Connection) -> None:
         kind, rank, data = connection.recv()

@@ -229,7 +229,7 @@ def horovodrun(**given: Any) -> None:
     if given["verbose"]:
         shown = _shown(arguments, len(given["command"]))
         click.echo(f"horovodrun: evener launch {shown}", err=True)
-    launch.main(arguments, prog_name="evener launch", standalone_mode=False)
+    launch.main(["--no-config", *arguments], prog_name="evener launch", standalone_mode=False)
 
 
 def _shown(arguments: list[str], command: int) -> str:
@@ -423,7 +423,7 @@ def start_job(arguments: Sequence[str], env: Mapping[str, str]) -> None:
 
     Raises RunError where the job failed.
     """
-    status = call([sys.executable, "-m", "evener", "launch", *arguments], env)
+    status = call([sys.executable, "-m", "evener", "launch", "--no-config", *arguments], env)
     if status != 0:
         raise RunError(f"{FAILED}: the job ended with status {status}", "see its output above")
 

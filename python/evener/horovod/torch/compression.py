@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -51,3 +53,12 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
+
+
+def check_compression(compression: Any) -> None:
+    """Raise ValueError where `compression` is no class with compress and decompress."""
+    if not all(callable(getattr(compression, m, None)) for m in ("compress", "decompress")):
+        raise ValueError(
+            f"compression={compression!r} has no compress and decompress: give a class as "
+            "hvd.Compression.fp16"
+        )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from evener.base import settings
+from evener.base.given import ArgumentError
 from evener.horovod.common import pickling
 from evener.horovod.torch.mpi_ops import (
     allgather,
@@ -41,6 +42,15 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     broadcast_many(named, root_rank)
 
 
+def check_optimizer(optimizer: Any, call: str) -> None:
+    """Raise ArgumentError, which names `call`, where this is no optimizer of torch's kind."""
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise ArgumentError(
+            f"{call} was given a {type(optimizer).__name__} as optimizer",
+            "give an optimizer of torch",
+        )
+
+
 class _Place:
     """Stands in a pickled state for a tensor that travels by itself."""
 
@@ -63,6 +73,7 @@ def broadcast_optimizer_state(
 
     Raises ValueError for LBFGS, and where the groups differ from rank `root_rank`'s.
     """
+    check_optimizer(optimizer, "hvd.broadcast_optimizer_state()")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     steps = settings.EVENER_HOROVOD_ZERO_STEP.get()

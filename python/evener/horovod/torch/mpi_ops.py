@@ -13,13 +13,16 @@ its kind in its process set goes with the other ranks' n-th.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from evener.base.given import ArgumentError
 from evener.horovod import dtypes, kinds
 from evener.horovod.common import util
 from evener.horovod.common.basics import HorovodBasics
@@ -32,10 +35,10 @@ from evener.horovod.common.process_sets import (
     remove_process_set,
 )
 from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum
-from evener.horovod.engine import Entry
+from evener.horovod.entry import Entry
 from evener.horovod.state import STATE
 from evener.horovod.torch import start
-from evener.horovod.torch.compression import Compression, Compressor
+from evener.horovod.torch.compression import Compression, Compressor, check_compression
 from evener.horovod.torch.gradients import (
     AllGather,
     AllReduce,
@@ -69,6 +72,28 @@ from evener.horovod.torch.job import (
 )
 
 Tensors = Sequence[torch.Tensor]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _of_tensors(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which raises ArgumentError where its first argument is no tensor, or no sequence
+    of tensors where that is what it takes."""
+    first = next(iter(inspect.signature(function).parameters))
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        value: Any = args[0] if args else kwargs.get(first, ())
+        each = value if first == "tensors" and isinstance(value, (list, tuple)) else (value,)
+        if not all(isinstance(x, torch.Tensor) for x in each) and (args or first in kwargs):
+            kinds = ", ".join(dict.fromkeys(type(x).__name__ for x in each))
+            raise ArgumentError(
+                f"hvd.{function.__name__}() was given a {kinds} as {first}",
+                "give a list of tensors" if first == "tensors" else "give a tensor",
+            )
+        return function(*args, **kwargs)
+
+    return checked
 
 
 # --- process sets and the timeline ---------------------------------------------------------------
@@ -81,6 +106,7 @@ _basics = HorovodBasics()
 # --- all-reduce ----------------------------------------------------------------------------------
 
 
+@_of_tensors
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -102,6 +128,7 @@ def allreduce_async_(
     return start.allreduce([tensor], outputs, False, name, op, factors, process_set)
 
 
+@_of_tensors
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -118,6 +145,7 @@ def allreduce_async(
     return start.allreduce([tensor], outputs, False, name, op, factors, process_set)
 
 
+@_of_tensors
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -133,6 +161,7 @@ def allreduce_(
     return start.allreduce_now(tensor, tensor, name, op, factors, process_set)
 
 
+@_of_tensors
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -145,6 +174,7 @@ def allreduce(
 ) -> torch.Tensor:
     """The reduction of `tensor` over all ranks, as a new tensor. Differentiable."""
     op = _op(op, average)
+    check_compression(compression)
     small, context = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
     if torch.is_grad_enabled() and small.requires_grad:
@@ -155,6 +185,7 @@ def allreduce(
     return compression.decompress(reduced, context)
 
 
+@_of_tensors
 def grouped_allreduce_async_(
     tensors: Tensors,
     average: bool | None = None,
@@ -171,6 +202,7 @@ def grouped_allreduce_async_(
     return start.allreduce(tensors, outputs, True, name, op, factors, process_set)
 
 
+@_of_tensors
 def grouped_allreduce_async(
     tensors: Tensors,
     average: bool | None = None,
@@ -187,6 +219,7 @@ def grouped_allreduce_async(
     return start.allreduce(tensors, outputs, True, name, op, factors, process_set)
 
 
+@_of_tensors
 def grouped_allreduce_(
     tensors: Tensors,
     average: bool | None = None,
@@ -203,6 +236,7 @@ def grouped_allreduce_(
     return cast("list[torch.Tensor]", synchronize(handle))
 
 
+@_of_tensors
 def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
@@ -216,6 +250,7 @@ def grouped_allreduce(
     """The reductions of all `tensors`, as new ones. Differentiable."""
     op = _op(op, average)
     factors = (prescale_factor, postscale_factor)
+    check_compression(compression)
     small = [compression.compress(tensor) for tensor in tensors]
     reduced = AllReduce.apply(name, True, op, factors, process_set, *[t for t, _ in small])
     return _decompressed(compression, reduced, small)
@@ -233,10 +268,11 @@ def _op(op: int | None, average: bool | None) -> int | None:
         return op
     if op is not None:
         raise ValueError("average and op were both given: op alone is enough")
-    warnings.warn("`average` is deprecated: use `op`", DeprecationWarning, stacklevel=3)
+    warnings.warn("`average` is deprecated: use `op`", DeprecationWarning, stacklevel=4)
     return Average if average else Sum
 
 
+@_of_tensors
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -273,6 +309,7 @@ def sparse_allreduce_async(
 # --- all-gather ----------------------------------------------------------------------------------
 
 
+@_of_tensors
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set
 ) -> int:
@@ -280,6 +317,7 @@ def allgather_async(
     return start.allgather([tensor], False, name, process_set)
 
 
+@_of_tensors
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set
 ) -> torch.Tensor:
@@ -287,6 +325,7 @@ def allgather(
     return cast(torch.Tensor, AllGather.apply(name, False, process_set, tensor))
 
 
+@_of_tensors
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: Any = global_process_set
 ) -> int:
@@ -294,6 +333,7 @@ def grouped_allgather_async(
     return start.allgather(tensors, True, name, process_set)
 
 
+@_of_tensors
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: Any = global_process_set
 ) -> list[torch.Tensor]:
@@ -304,6 +344,7 @@ def grouped_allgather(
 # --- broadcast -----------------------------------------------------------------------------------
 
 
+@_of_tensors
 def broadcast_async_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -315,6 +356,7 @@ def broadcast_async_(
     return start.broadcast([work], root_rank, name, process_set, result=tensor)
 
 
+@_of_tensors
 def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
@@ -326,6 +368,7 @@ def broadcast_async(
     return start.broadcast([copy], root_rank, name, process_set, result=copy)
 
 
+@_of_tensors
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -336,6 +379,7 @@ def broadcast_(
     return cast(torch.Tensor, synchronize(broadcast_async_(tensor, root_rank, name, process_set)))
 
 
+@_of_tensors
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -379,6 +423,7 @@ def broadcast_many(
 # --- all-to-all ----------------------------------------------------------------------------------
 
 
+@_of_tensors
 def alltoall_async(
     tensor: torch.Tensor,
     splits: Any = None,
@@ -389,6 +434,7 @@ def alltoall_async(
     return start.alltoall(tensor, splits, name, process_set)
 
 
+@_of_tensors
 def alltoall(
     tensor: torch.Tensor,
     splits: Any = None,
@@ -406,6 +452,7 @@ def alltoall(
 # --- reduce-scatter ------------------------------------------------------------------------------
 
 
+@_of_tensors
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -422,6 +469,7 @@ def reducescatter_async(
     return start.reducescatter([tensor], False, name, op, factors, process_set)
 
 
+@_of_tensors
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -432,12 +480,14 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """This rank's rows of the reduction. Differentiable."""
+    check_compression(compression)
     small, context = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
     reduced = ReduceScatter.apply(name, False, op, factors, process_set, small)
     return compression.decompress(reduced, context)
 
 
+@_of_tensors
 def grouped_reducescatter_async(
     tensors: Tensors,
     name: str | None = None,
@@ -451,6 +501,7 @@ def grouped_reducescatter_async(
     return start.reducescatter(tensors, True, name, op, factors, process_set)
 
 
+@_of_tensors
 def grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
@@ -461,6 +512,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """This rank's rows of each reduction. Differentiable."""
+    check_compression(compression)
     small = [compression.compress(tensor) for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
     given = [tensor for tensor, _ in small]

@@ -17,11 +17,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
 
 from evener.base import settings
+from evener.base.given import ArgumentError
 from evener.base.log import info0
 from evener.comm import forms
 from evener.comm.errors import CommError
@@ -42,8 +44,9 @@ from evener.horovod.torch.compression import (
     Compressor,
     FP16Compressor,
     NoneCompressor,
+    check_compression,
 )
-from evener.horovod.torch.functions import contents
+from evener.horovod.torch.functions import check_optimizer, contents
 from evener.horovod.torch.mpi_ops import (
     Adasum,
     Average,
@@ -53,11 +56,11 @@ from evener.horovod.torch.mpi_ops import (
     size,
     sparse_allreduce_async,
 )
-from evener.horovod.torch.own_compression import OwnCompression
+from evener.horovod.torch.user_compression import UserCompression
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
-_REDUCERS: weakref.WeakSet[Reducer | OwnCompression] = weakref.WeakSet()
+_REDUCERS: weakref.WeakSet[Reducer | UserCompression] = weakref.WeakSet()
 
 
 def DistributedOptimizer(  # noqa: N802 - upstream's name
@@ -84,7 +87,7 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
 
     named_parameters: the model's; every parameter of the optimizer must be among them. compression:
     Compression.none or fp16 (between nodes; inside a node nothing is lost), or a class
-    of your own, through which each gradient goes by itself (`own_compression`).
+    of your own, through which each gradient goes by itself (`user_compression`).
     backward_passes_per_step: gradients of this many backward passes are summed before they are
     reduced. op: Average, Sum, or Adasum (which combines the ranks' updates; `adasum_optimizer`).
     gradient_predivide_factor f: divided by f before the sum, by size/f after it. groups: a hint for
@@ -101,6 +104,15 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     Raises ValueError for what upstream refuses; the first step raises HorovodInternalError where
     the ranks' parameters differ.
     """
+    check_optimizer(optimizer, "hvd.DistributedOptimizer()")
+    numbers: Any = (backward_passes_per_step, gradient_predivide_factor)
+    for name, value in zip(
+        ("backward_passes_per_step", "gradient_predivide_factor"), numbers, strict=True
+    ):
+        if not isinstance(value, Real):
+            raise ArgumentError(
+                f"hvd.DistributedOptimizer() was given {value!r} as {name}", "give a number"
+            )
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:
@@ -122,11 +134,7 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
             backward_passes_per_step,
             process_set,
         )
-    if not all(callable(getattr(compression, m, None)) for m in ("compress", "decompress")):
-        raise ValueError(
-            f"compression={compression!r} has no compress and decompress: give a class as "
-            "hvd.Compression.fp16"
-        )
+    check_compression(compression)
     named = _named(optimizer, named_parameters)
     _check_groups(num_groups if groups is None else groups)
 
@@ -163,8 +171,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     this one's members, and look at what upstream's keeps (`_requires_update`, `_handles`).
     """
 
-    _reducer: Reducer | OwnCompression | None
-    _make_reducer: Callable[[], Reducer | OwnCompression]
+    _reducer: Reducer | UserCompression | None
+    _make_reducer: Callable[[], Reducer | UserCompression]
     _reduces: bool
     _bucketed: bool  # by the reducer, and not one by one
     _plans: bool
@@ -243,7 +251,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._make_reducer = (
             partial(_reducer, reduced, options(), process_set)
             if self._bucketed
-            else partial(_own_compression, reduced, compression, op, predivide, process_set)
+            else partial(_user_compression, reduced, compression, op, predivide, process_set)
         )
         self._sparse = {}
         self._reduces = bool(reduced)
@@ -537,20 +545,20 @@ def _check_mode(
         raise ValueError(f"mode={mode!r} and {other} both say what crosses: give one of them")
 
 
-def _own_compression(
+def _user_compression(
     named: list[tuple[str, torch.nn.Parameter]],
     compression: type[Compressor],
     op: int,
     predivide: float,
     process_set: Any,
-) -> OwnCompression:
+) -> UserCompression:
     info0(
         "DistributedOptimizer(compression=%s): a class of the script's own, so gradients are "
         "reduced one by one, and LIGHT_* does not apply",
         getattr(compression, "__name__", compression),
     )
     _replace_reducers(parameter for _, parameter in named)
-    own = OwnCompression(named, compression, op, predivide, process_set)
+    own = UserCompression(named, compression, op, predivide, process_set)
     _REDUCERS.add(own)
     return own
 
@@ -642,7 +650,7 @@ def _named(
             for i, group in enumerate(optimizer.param_groups)
             for j, parameter in enumerate(group["params"])
         ]
-    named = list(named_parameters)
+    named = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     if any(not isinstance(entry, tuple) for entry in named):
         raise ValueError(
             "named_parameters should be a sequence of tuples (name, parameter), usually "

@@ -15,7 +15,8 @@ from evener.horovod import dtypes, kinds
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
 from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum
-from evener.horovod.engine import Engine, Entry, Set
+from evener.horovod.engine import Engine
+from evener.horovod.entry import Entry, Set
 from evener.horovod.state import STATE
 
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")

@@ -18,6 +18,7 @@ LAYOUT = 1
 EVENT = struct.Struct("<BBBBIQIIIIQQ")
 """version, kind, path, detail, connection, number, size, took, trip, nothing, window, in flight"""
 ARRIVED, LOST, SILENT, REPLACED, DECIDED, OPENED, OVER = range(1, 8)
+# By the place of each in `Decision` (crates/proto/src/packet/trace.rs), from 1.
 DECISIONS = ("", "shrink", "heavy", "compete", "yield", "drain", "refill")
 
 _HEAD = struct.Struct("<II")

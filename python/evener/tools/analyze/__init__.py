@@ -11,8 +11,19 @@ report/     JSON, text, HTML
 """
 
 from evener.tools.analyze.collect import collect
+from evener.tools.analyze.evidence.recorder import own_frame
 from evener.tools.analyze.findings import Finding, run_checks
 from evener.tools.analyze.picture import Picture, picture
 from evener.tools.analyze.report import document, page, terminal
 
-__all__ = ["Finding", "Picture", "collect", "document", "page", "picture", "run_checks", "terminal"]
+__all__ = [
+    "Finding",
+    "Picture",
+    "collect",
+    "document",
+    "own_frame",
+    "page",
+    "picture",
+    "run_checks",
+    "terminal",
+]

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evener.tools.analyze.evidence import Reader, ras, recorder
+from evener.tools.analyze.evidence import Reader, ras, recorder, seen
 from evener.tools.analyze.evidence.records import Sign
 from evener.tools.analyze.join import Draft, join
 from evener.tools.analyze.model import NetEdge, Process, Run, Table, Warned
@@ -27,6 +27,7 @@ from evener.tools.analyze.parse.hops import Hop
 from evener.tools.analyze.parse.init import CommInit, CommLayout
 from evener.tools.analyze.parse.network import (
     Absent,
+    Address,
     Cards,
     Direct,
     Env,
@@ -49,6 +50,8 @@ from evener.tools.analyze.parse.tuning import Choice
 
 _SAMPLES = 20
 _MAX_TEXTS = 1000
+_LINE = (1 << 40) - 1
+_LAST = 100
 
 
 def collect(paths: list[Path]) -> Run:
@@ -75,6 +78,8 @@ class Collector:
         self._drafts: list[Draft] = []
         self._last: dict[Process, Draft] = {}
         self._reader = Reader(self.run.evidence)
+        self._ends: dict[int, int] = {}
+        """Lines of each file."""
 
     def opened(self, name: str = "") -> None:
         """A new file begins: no table of the last one goes on in it."""
@@ -93,6 +98,10 @@ class Collector:
             recorder.dump(document, name, where, self.run.evidence)
         elif ras.is_ras(document):
             ras.report(document, self.run.evidence, where)
+        elif seen.is_seen(document):
+            seen.seen(document, where, self.run.evidence)
+        elif seen.is_watch(document):
+            seen.watch(document, where, self.run.evidence)
         elif (stack := _error_file(document)) is not None:
             self._reader.block(stack)
             for line in stack.split(b"\n"):
@@ -227,6 +236,11 @@ class Collector:
                 host.cards.setdefault((record.network, card.index), card)
                 host.card_lines.setdefault((record.network, card.index), where)
             host.oob = record.oob or host.oob
+            if record.address and len(host.addresses) < _MAX_TEXTS:
+                host.addresses.add(record.address)
+        elif isinstance(record, Address):
+            if len(host.addresses) < _MAX_TEXTS:
+                host.addresses.add(record.address)
         elif isinstance(record, Using):
             host.networks[record.network] += 1
             host.network_where = host.network_where or where
@@ -343,6 +357,7 @@ class Collector:
 
     def lines(self, total: int, nccl: int) -> None:
         self.run.lines += total
+        self._ends[len(self.run.files) - 1] = total
         self.run.nccl_lines += nccl
 
     def finish(self) -> Run:
@@ -355,11 +370,29 @@ class Collector:
             if not t.replaced and (t.rows or t.devices or t.options or t.heads)
         ]
         join(run, self._drafts)
+        self._last_words()
         if len(run.hosts) > 1:
             nameless = run.hosts.get("")
             if nameless is not None and not nameless.used:
                 run.hosts.pop("")
         return run
+
+    def _last_words(self) -> None:
+        """Take errors of one line for tracebacks where nothing else says how the run ended.
+
+        Programs print such lines of what they handled, too: only those near a file's end count, and
+        of a run that hung only those before a rank gave up.
+        """
+        run = self.run
+        evidence = run.evidence
+        if evidence.raised or ((run.nccl_lines or run.tables) and not (run.ended or evidence)):
+            return
+        hung = min((w.where for w in evidence.waits), default=1 << 62)
+        hung = min((beat.where for beat in evidence.beats.values()), default=hung)
+        for one in evidence.lone:
+            left = self._ends.get(one.where >> 40, 0) - (one.where & _LINE)
+            if left < _LAST and one.where < hung:
+                evidence.add(one)
 
 
 def _error_file(document: Any) -> bytes | None:

@@ -292,6 +292,8 @@ class Host:
     """What libfabric runs on."""
     speeds: dict[str, int] = field(default_factory=dict)
     """Line rates of cards by name, Mb/s."""
+    addresses: set[str] = field(default_factory=set)
+    """At which its processes meet the others: several, where several machines have its name."""
     no_peers: tuple[str, int] | None = None
     """NCCL's words for GPUs that do not reach one another, and where."""
 

@@ -153,6 +153,22 @@ class Picture:
         )
 
     @property
+    def same_names(self) -> bool:
+        """Whether several machines have one name: NCCL counts more nodes than there are names (it
+        knows their boot ids), and the processes of one name meet at several addresses."""
+        world = self.world
+        return (
+            world is not None
+            and 0 < world.size == len(world.members)
+            and world.nodes > len(world.hosts())
+            and any(
+                len(host.addresses) > 1
+                for name in world.hosts()
+                if (host := self.run.hosts.get(name)) is not None
+            )
+        )
+
+    @property
     def cards_used(self) -> int:
         """Cards per host that carry traffic, 0 where the log does not say."""
         return max(

@@ -6,7 +6,8 @@ equal-cost paths, rates, queues and faults. docs/guide/lab.md shows it from outs
 
 from evener.tools.lab.errors import LabError, LabUnavailableError
 from evener.tools.lab.faults import Event
-from evener.tools.lab.lab import Lab, Node, unavailable
+from evener.tools.lab.host import Node
+from evener.tools.lab.lab import Lab, unavailable
 from evener.tools.lab.launch import Result
 from evener.tools.lab.spec import Spec
 

@@ -29,8 +29,9 @@ from evener.net.plugin import adopt, has_gpus
 from evener.tools.lab import directory, enter, show, wire
 from evener.tools.lab.errors import LabError
 from evener.tools.lab.faults import Action, Event, Target
-from evener.tools.lab.lab import Lab, Node, signal_name
-from evener.tools.lab.plan import Plan
+from evener.tools.lab.host import Node
+from evener.tools.lab.lab import Lab, signal_name
+from evener.tools.lab.layout import Layout
 from evener.tools.lab.spec import Spec
 from evener.tools.launch import horovod_path
 
@@ -177,7 +178,14 @@ def lab() -> None:
 @click.option(
     "--ddp", is_flag=True, help="Evener under every DistributedDataParallel, without a line."
 )
+@click.option("--fsdp", is_flag=True, help="Evener under every fully_shard, without a line.")
 @click.option("--floor", metavar="FORM", help="With --ddp: may send less, down to this form.")
+@click.option(
+    "--every",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --ddp: ranks take N steps by themselves, then average their weights' changes.",
+)
 @click.option(
     "--horovod", is_flag=True, help="`import horovod` gives Evener's, even if none is installed."
 )
@@ -190,7 +198,9 @@ def run(
     no_prefix: bool,
     env: tuple[str, ...],
     ddp: bool,
+    fsdp: bool,
     floor: str | None,
+    every: int | None,
     horovod: bool,
     dry_run: bool,
     command: tuple[str, ...],
@@ -201,12 +211,13 @@ def run(
     where there are enough.
     """
     variables = _variables(env)
-    if floor and not ddp:
-        raise UsageError(f"--floor {floor} says how far --ddp may go", "give --ddp too")
+    door.require(ddp, floor, every)
     if ddp:
-        variables.update(door.variables({**os.environ, **variables}, floor or ""))
+        variables.update(door.variables({**os.environ, **variables}, floor or "", every or 0))
+    if fsdp:
+        variables.update(door.variables_sharded({**os.environ, **variables}))
     if dry_run:
-        click.echo(show.as_text(Plan(order.spec)))
+        click.echo(show.as_text(Layout(order.spec)))
         for event in order.events:
             click.echo(f"  fault     {event}")
         click.echo(f"  command   {shlex.join(command)}  ({order.spec.world_size} times)")
@@ -292,7 +303,7 @@ def shell(
 def up(order: _Order) -> None:
     """Keep a lab up until Ctrl-C; other terminals use it with `evener lab shell` and `fault`."""
     with order.up() as built:
-        click.echo(show.as_text(built.plan))
+        click.echo(show.as_text(built.layout))
         click.echo(f"\nup as process {os.getpid()}; Ctrl-C takes it down", err=True)
         threading.Event().wait()
 
@@ -337,8 +348,8 @@ def list_labs(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def show_lab(order: _Order, as_json: bool) -> None:
     """What would be built: nodes, addresses, paths, rates, queues."""
-    plan = Plan(order.spec)
-    click.echo(json.dumps(show.as_json(plan), indent=2) if as_json else show.as_text(plan))
+    layout = Layout(order.spec)
+    click.echo(json.dumps(show.as_json(layout), indent=2) if as_json else show.as_text(layout))
 
 
 @contextmanager

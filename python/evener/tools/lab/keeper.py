@@ -27,7 +27,7 @@ from evener.errors import EvenerError
 from evener.tools.lab import directory, enter, linux, node, wire
 from evener.tools.lab.errors import LabError
 from evener.tools.lab.faults import Action, Target
-from evener.tools.lab.plan import Plan
+from evener.tools.lab.layout import Layout
 from evener.tools.lab.spec import Spec
 
 
@@ -70,7 +70,7 @@ class Keeper:
     def __init__(self, request: dict[str, Any]) -> None:
         """`request`: what `Lab` says of the lab: spec, paths to keep, environment and so on."""
         self.request = request
-        self.plan = Plan(Spec(**request["spec"]))
+        self.layout = Layout(Spec(**request["spec"]))
         self.mode = ""
         self.why = ""
         self.notes: list[str] = []
@@ -99,15 +99,15 @@ class Keeper:
         self._listen(str(lab / "agent"))
         with contextlib.suppress(FileNotFoundError):
             (lab / "ssh_config").write_bytes(Path("/etc/ssh/ssh_config").read_bytes())
-        hosts, keep = self.plan.hosts(), self.request["keep"]
-        started = [node.start(n.name, hosts, keep) for n in self.plan.nodes]
+        hosts, keep = self.layout.hosts(), self.request["keep"]
+        started = [node.start(n.name, hosts, keep) for n in self.layout.nodes]
         # Imported here, while the nodes mount their file systems.
         from evener.tools.lab.network import Network
 
         self.nodes = [node.finish(*s) for s in started]
         for held in self.nodes:
             self.notes += [note for note in held.notes if note not in self.notes]
-        self.network = Network(self.plan, [held.namespaces[0] for held in self.nodes])
+        self.network = Network(self.layout, [held.namespaces[0] for held in self.nodes])
         self.notes += self.network.notes
         return self._descriptors()
 
@@ -188,7 +188,7 @@ class Keeper:
         """An answer with descriptors; None where it comes later."""
         wanted = request.get("do")
         if wanted == "fault":
-            target = Target.parse(request["target"], self.plan.spec)
+            target = Target.parse(request["target"], self.layout.spec)
             self.network.fault(target, Action(**request["action"]))
             return {}, []
         if wanted == "traffic":
@@ -204,9 +204,9 @@ class Keeper:
 
     def _run(self, host: str, command: str, fds: list[int], asked: socket.socket) -> None:
         """Start a shell command inside a node, with an agent's descriptors."""
-        index = next((n.index for n in self.plan.nodes if host in (n.name, *n.addresses)), None)
+        index = next((n.index for n in self.layout.nodes if host in (n.name, *n.addresses)), None)
         if index is None:
-            names = ", ".join(n.name for n in self.plan.nodes)
+            names = ", ".join(n.name for n in self.layout.nodes)
             raise LabError(f"this lab has no host {host!r}", f"it has {names}")
         process = os.fork()
         if process == 0:

@@ -1,4 +1,4 @@
-"""`Lab`: a simulated cluster as a context manager, and `Node`: a host in it.
+"""`Lab`: a simulated cluster as a context manager; its nodes are `host.Node`s.
 
     with Lab(Spec(nodes=2, paths=4)) as lab:
         lab.nodes[0].run(["ping", "-c1", "node1"])
@@ -25,12 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from evener.errors import UsageError
-from evener.tools.lab import enter, environment, sshd, wire
+from evener.tools.lab import environment, sshd, wire
 from evener.tools.lab.errors import LabError, LabUnavailableError
 from evener.tools.lab.faults import Action, Event, Target
+from evener.tools.lab.host import Argument, Node
 from evener.tools.lab.launch import LineCallback, Result, run_slots
-from evener.tools.lab.plan import NodePlan, Plan
+from evener.tools.lab.layout import Layout
 from evener.tools.lab.spec import Spec
 from evener.tools.lab.timeline import Timeline
 from evener.tools.launch import horovod_path
@@ -39,84 +39,6 @@ logger = logging.getLogger("evener.lab")
 
 _PER_NODE = 5  # descriptors: net, uts, ipc, pid, mnt
 _LOOPBACK = "set up a machine where root or user namespaces are allowed, or take plain loopback"
-Argument = str | os.PathLike[str]
-
-
-class Node:
-    """One host of a lab. Made by `Lab`."""
-
-    def __init__(
-        self, plan: NodePlan, fds: Sequence[int] | None, variables: Mapping[str, str]
-    ) -> None:
-        self.index = plan.index
-        self.name = plan.name
-        self.addresses = plan.addresses if fds is not None else ("127.0.0.1",)
-        self.variables = dict(variables)
-        self._fds = fds
-
-    def __repr__(self) -> str:
-        return f"<Node {self.name} {self.addresses[0]}>"
-
-    def environment(self) -> dict[str, str]:
-        """What a process finds in its environment here."""
-        return environment.merged(environment.inherited(), self.variables)
-
-    def popen(
-        self,
-        argv: Sequence[Argument],
-        *,
-        env: Mapping[str, str | None] | None = None,
-        cwd: Argument | None = None,
-        **popen_kwargs: Any,
-    ) -> subprocess.Popen[Any]:
-        """Start `argv` inside the node; `subprocess.Popen`'s other arguments work as there.
-
-        `env` is laid over what a process of this node has (`variables`, and this process's own
-        environment without its rank variables); a value of None takes a variable out. `cwd`:
-        default this process's. `/tmp` and `/dev/shm` are the node's own; see `Lab`'s `keep`.
-        Signals sent to the process reach the program; its end is the program's end.
-        """
-        command = [os.fspath(argument) for argument in argv]
-        if not command:
-            raise UsageError("there is no program to run", "give one, like [sys.executable, ...]")
-        full = environment.merged(self.environment(), env)
-        directory = str(Path(cwd).absolute() if cwd is not None else Path.cwd())
-        if self._fds is None:
-            return subprocess.Popen(command, env=full, cwd=directory, **popen_kwargs)
-        if not self._fds:
-            raise LabError(f"{self.name}'s lab is closed", "use it inside its `with` block")
-        popen_kwargs["pass_fds"] = (*popen_kwargs.get("pass_fds", ()), *self._fds)
-        inside = enter.command(self._fds, directory, command)
-        return subprocess.Popen(inside, env=full, **popen_kwargs)
-
-    def run(
-        self,
-        argv: Sequence[Argument],
-        *,
-        timeout: float | None = None,
-        check: bool = False,
-        input: str | None = None,
-        **popen_kwargs: Any,
-    ) -> subprocess.CompletedProcess[Any]:
-        """Run `argv` inside the node to its end, as `subprocess.run` does.
-
-        Output is captured as text unless `stdout`, `stderr` or `text` say otherwise. Raises
-        subprocess.TimeoutExpired after `timeout` seconds, and CalledProcessError with `check`.
-        """
-        for stream in ("stdout", "stderr"):
-            popen_kwargs.setdefault(stream, subprocess.PIPE)
-        popen_kwargs.setdefault("text", True)
-        popen_kwargs.setdefault("stdin", subprocess.DEVNULL if input is None else subprocess.PIPE)
-        with self.popen(argv, **popen_kwargs) as process:
-            try:
-                out, err = process.communicate(input, timeout)
-            except BaseException:
-                process.kill()
-                raise
-        done = subprocess.CompletedProcess(list(argv), process.returncode, out, err)
-        if check:
-            done.check_returncode()
-        return done
 
 
 class Lab:
@@ -139,7 +61,7 @@ class Lab:
         loopback: bool = False,
     ) -> None:
         self.spec = Spec.parse(spec) if isinstance(spec, str) else spec or Spec()
-        self.plan = Plan(self.spec)
+        self.layout = Layout(self.spec)
         self.mode = "not started"
         self.why = ""
         self.notes: list[str] = []
@@ -178,8 +100,8 @@ class Lab:
             self.mode, self.why = "loopback", error.problem
             logger.warning("plain loopback: no rates, no faults, one host (%s)", error.problem)
         groups = self._by_node()
-        for plan, fds, variables in zip(self.plan.nodes, groups, self._variables(), strict=True):
-            self.nodes.append(Node(plan, fds, variables))
+        for node, fds, variables in zip(self.layout.nodes, groups, self._variables(), strict=True):
+            self.nodes.append(Node(node, fds, variables))
         return self
 
     def close(self) -> None:
@@ -427,7 +349,7 @@ class Lab:
                 ),
                 isolated=self.mode != "loopback",
             )
-            for node in self.plan.nodes
+            for node in self.layout.nodes
         ]
 
 

@@ -1,4 +1,4 @@
-"""Builds a Plan's cables, addresses, routes and queues, and changes them afterwards.
+"""Builds a Layout's cables, addresses, routes and queues, and changes them afterwards.
 
 Runs in the keeper, which has one thread and may therefore walk from one network namespace to the
 next. A netlink socket belongs for good to the namespace in which it was opened, so one visit is
@@ -18,7 +18,7 @@ from evener.tools.lab import linux
 from evener.tools.lab._pyroute2 import IPRoute, NetlinkError
 from evener.tools.lab.errors import LabError
 from evener.tools.lab.faults import Action, Target
-from evener.tools.lab.plan import SEGMENTING_BURST, Nic, Plan, Shape, Uplink
+from evener.tools.lab.layout import SEGMENTING_BURST, Layout, Nic, Shape, Uplink
 from evener.tools.lab.tc import TrafficControl
 
 # Path by header fields alone (addresses, protocol, ports). Policy 1 would hash local TCP by a
@@ -69,17 +69,17 @@ def _sysctl(name: str, value: int) -> None:
 class Network:
     """The cables of a lab, up and running."""
 
-    def __init__(self, plan: Plan, nodes: list[int]) -> None:
+    def __init__(self, layout: Layout, nodes: list[int]) -> None:
         """`nodes`: descriptors of the nodes' network namespaces, in order. Raises OSError."""
-        self.plan = plan
+        self.layout = layout
         self.notes: list[str] = []
         self._shapes: dict[tuple[str, str], Shape | None] = {}
         self._dead: set[Uplink] = set()
         self._detours: set[tuple[Nic, Nic]] = set()  # (who has one, to whom)
-        self.leaves = {nic.leaf: self._router(nic.leaf, leaf=True) for nic in plan.nics}
-        self.spines = [self._router(name, leaf=False) for name in plan.spines]
+        self.leaves = {nic.leaf: self._router(nic.leaf, leaf=True) for nic in layout.nics}
+        self.spines = [self._router(name, leaf=False) for name in layout.spines]
         self.nodes = []
-        for node, fd in zip(plan.nodes, nodes, strict=True):
+        for node, fd in zip(layout.nodes, nodes, strict=True):
             realm = Realm.visit(node.name, fd)
             _sysctl("ipv6/conf/default/disable_ipv6", 1)
             _sysctl("ipv4/ip_unprivileged_port_start", 0)
@@ -100,7 +100,7 @@ class Network:
             _sysctl(f"ipv4/conf/{interface}/rp_filter", 0)
             _sysctl(f"ipv4/conf/{interface}/send_redirects", 0)
             _sysctl(f"ipv4/conf/{interface}/ignore_routes_with_linkdown", 1)
-        if leaf and self.plan.spec.paths > 1:
+        if leaf and self.layout.spec.paths > 1:
             self._hash_headers()
         realm.up("lo")
         return realm
@@ -113,7 +113,7 @@ class Network:
             _sysctl("ipv4/fib_multipath_hash_policy", 1)
             self._note("old kernel (Linux 5.14 is not): flows may leave a black hole by themselves")
         try:
-            _sysctl("ipv4/fib_multipath_hash_seed", self.plan.spec.hash_seed)
+            _sysctl("ipv4/fib_multipath_hash_seed", self.layout.spec.hash_seed)
         except FileNotFoundError:
             self._note("this kernel has no fixed hash seed (Linux 6.11 has): paths will not repeat")
 
@@ -122,7 +122,7 @@ class Network:
             self.notes.append(text)
 
     def _wire(self) -> None:
-        for node, realm in zip(self.plan.nodes, self.nodes, strict=True):
+        for node, realm in zip(self.layout.nodes, self.nodes, strict=True):
             realm.up("lo")
             for nic in node.nics:
                 leaf = self.leaves[nic.leaf]
@@ -141,7 +141,7 @@ class Network:
                 self._node_routes(realm, nic)
 
     def _cable(self, one: Realm, here: str, two: Realm, there: str) -> None:
-        mtu = self.plan.spec.mtu
+        mtu = self.layout.spec.mtu
         one.routes.link(
             "add",
             ifname=here,
@@ -157,8 +157,8 @@ class Network:
         self._cable(leaf, uplink.leaf_device, spine, uplink.spine_device)
         leaf.address(uplink.leaf_device, uplink.leaf_address, 30)
         spine.address(uplink.spine_device, uplink.spine_address, 30)
-        self._let_out(leaf, uplink.leaf_device, self.plan.shape)
-        self._let_out(spine, uplink.spine_device, self.plan.shape)
+        self._let_out(leaf, uplink.leaf_device, self.layout.shape)
+        self._let_out(spine, uplink.spine_device, self.layout.shape)
 
     def _spread(self, leaf: Realm, uplinks: Sequence[Uplink], destination: str) -> None:
         """The leaf's route to `destination`: over all of `uplinks`, evenly."""
@@ -178,12 +178,12 @@ class Network:
         route = {
             "gateway": nic.gateway,
             "oif": device,
-            "metrics": {"cc_algo": self.plan.spec.congestion},
+            "metrics": {"cc_algo": self.layout.spec.congestion},
         }
         try:
             realm.routes.route("add", dst=nic.rail, **route)
         except NetlinkError as error:
-            name = self.plan.spec.congestion
+            name = self.layout.spec.congestion
             have = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
             if name in have:
                 raise
@@ -193,7 +193,7 @@ class Network:
             ) from None
         if nic.index == 0:
             realm.routes.route("add", dst="default", **route)
-        if self.plan.spec.nics > 1:
+        if self.layout.spec.nics > 1:
             table = 100 + nic.index
             realm.routes.route("add", dst="default", table=table, **route)
             realm.routes.rule("add", src=nic.address, src_len=32, table=table, priority=table)
@@ -202,7 +202,7 @@ class Network:
         self, realm: Realm, device: str, shape: Shape | None, *, lossy: bool = False
     ) -> None:
         """Set what `device` lets out; the flow cap sits on the leaf's side of a path only."""
-        index, spec = realm.find(device), self.plan.spec
+        index, spec = realm.find(device), self.layout.spec
         self._shapes[realm.name, device] = shape
         if shape is not None and lossy:
             # Packets of MTU size: a share of them is lost, not a share of 64 KB trains.
@@ -220,7 +220,7 @@ class Network:
         """Do `action` to every cable that `target` names. Raises OSError."""
         touched = [
             (nic, uplink)
-            for nic in self.plan.nics
+            for nic in self.layout.nics
             for uplink in nic.uplinks
             if target.includes(nic.node, nic.index, uplink.path)
         ]
@@ -247,8 +247,8 @@ class Network:
                 for realm, device in (up, down):
                     self._let_out(realm, device, self._shapes[realm.name, device], lossy=True)
         elif kind == "rate":
-            shares = self.plan.spec.paths if target.path is None else 1
-            shape = Shape.of(int(action.value) // shares, self.plan.spec.queue_ns)
+            shares = self.layout.spec.paths if target.path is None else 1
+            shape = Shape.of(int(action.value) // shares, self.layout.spec.queue_ns)
             for realm, device in (up, down):
                 self._let_out(realm, device, shape)
         elif kind == "down":
@@ -262,7 +262,7 @@ class Network:
         if kind == "heal":
             for realm, device in (up, down):
                 realm.tc.undrop(realm.find(device))
-                self._let_out(realm, device, self.plan.shape)
+                self._let_out(realm, device, self.layout.shape)
 
     def _plug(self, nics: set[Nic], action: Action) -> None:
         """What happens to all of a NIC's paths happens to its own cable, as the node sees."""
@@ -280,13 +280,13 @@ class Network:
         """
         whole = [
             path
-            for path in range(self.plan.spec.paths)
-            if not all(nic.uplinks[path] in self._dead for nic in self.plan.nics)
+            for path in range(self.layout.spec.paths)
+            if not all(nic.uplinks[path] in self._dead for nic in self.layout.nics)
         ]
         for nic in nics:
             alive = [path for path in whole if nic.uplinks[path] not in self._dead]
             special = bool(alive) and alive != whole
-            for other in self.plan.nics:
+            for other in self.layout.nics:
                 leaf = self.leaves[other.leaf]
                 if other == nic or (not special and (other, nic) not in self._detours):
                     continue
@@ -300,7 +300,7 @@ class Network:
     def traffic(self) -> dict[str, int]:
         """Bytes that each NIC has sent into each path, `node0.eth0.path1` by name."""
         sent = {}
-        for nic in self.plan.nics:
+        for nic in self.layout.nics:
             leaf = self.leaves[nic.leaf]
             for uplink in nic.uplinks:
                 (link,) = leaf.routes.get_links(leaf.find(uplink.leaf_device))

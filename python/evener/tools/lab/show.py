@@ -6,14 +6,14 @@ import dataclasses
 from typing import Any
 
 from evener.base.units import show_rate
-from evener.tools.lab.plan import Plan
+from evener.tools.lab.layout import Layout
 
 _MANY = 8  # up to this number of nodes or paths, each gets its own line
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(layout: Layout) -> dict[str, Any]:
     """For machines: rates in bits per second, queues in bytes, times in nanoseconds."""
-    spec, shape = plan.spec, plan.shape
+    spec, shape = layout.spec, layout.shape
     return {
         "spec": dataclasses.asdict(spec),
         "short": str(spec),
@@ -27,65 +27,65 @@ def as_json(plan: Plan) -> dict[str, Any]:
                     for nic in node.nics
                 ],
             }
-            for node in plan.nodes
+            for node in layout.nodes
         ],
-        "paths": list(plan.spines),
+        "paths": list(layout.spines),
         "link_rate": spec.link_rate,
         "path_rate": spec.path_rate,
         "flow_rate": spec.flow_rate,
         "queue_ns": spec.queue_ns,
         "queue_bytes": None if shape is None else shape.limit,
         "burst_bytes": None if shape is None else shape.burst,
-        "namespaces": len(plan.nodes) + len(plan.nics) + len(plan.spines),
-        "cables": len(plan.nics) * (1 + spec.paths),
+        "namespaces": len(layout.nodes) + len(layout.nics) + len(layout.spines),
+        "cables": len(layout.nics) * (1 + spec.paths),
     }
 
 
-def as_text(plan: Plan) -> str:
+def as_text(layout: Layout) -> str:
     """For people."""
-    spec, shape = plan.spec, plan.shape
+    spec, shape = layout.spec, layout.shape
     slots = " + ".join(map(str, spec.uneven)) + " slots" if spec.uneven else ""
     slots = f"of {slots}" if slots else f"x {_count(spec.slots, 'slot')}"
     lines = [f"{spec}: {_count(spec.nodes, 'node')} {slots}", ""]
-    lines += _picture(plan)
+    lines += _picture(layout)
     lines.append("")
     nic = "unshaped" if spec.link is None else f"{spec.link} each way"
     rows = [
         ("NICs", f"{spec.nics} a node, {nic}, MTU {spec.mtu}, {spec.congestion}"),
-        ("paths", _paths(plan)),
+        ("paths", _paths(layout)),
     ]
     if spec.flow_cap:
         rows.append(("flow cap", f"{spec.flow_cap} (64 classes by both ports)"))
     if shape is not None:
         rows.append(("queue", f"{spec.queue} = {shape.limit:,} bytes per path, then packets drop"))
-    total = as_json(plan)
+    total = as_json(layout)
     rows.append(("to build", f"{total['namespaces']} namespaces, {total['cables']} cables"))
     lines += [f"  {name:9} {text}" for name, text in rows]
-    lines += ["", "  faults    on " + ", ".join(_targets(plan))]
+    lines += ["", "  faults    on " + ", ".join(_targets(layout))]
     return "\n".join(lines)
 
 
-def _paths(plan: Plan) -> str:
-    spec = plan.spec
+def _paths(layout: Layout) -> str:
+    spec = layout.spec
     rate = "unshaped" if spec.path_rate is None else show_rate(spec.path_rate)
     if spec.paths == 1:
         return f"1 of {rate}" if spec.path_rate else "1, unshaped"
     return f"{spec.paths} of {rate} behind each NIC, by header hash with seed {spec.hash_seed}"
 
 
-def _picture(plan: Plan) -> list[str]:
+def _picture(layout: Layout) -> list[str]:
     """Nodes on the left, paths on the right; the leaves that spread flows between them."""
-    spec = plan.spec
+    spec = layout.spec
     left = []
-    for node in plan.nodes[:_MANY]:
+    for node in layout.nodes[:_MANY]:
         own = spec.ranks(node.index)
         ranks = str(own.start) if len(own) == 1 else f"{own.start}-{own.stop - 1}"
         for nic in node.nics:
             who = f"{node.name} ranks {ranks}" if nic.index == 0 else ""
             left.append(f"{who:20} {nic.device} {nic.address:11}")
     if spec.nodes > _MANY:
-        left.append(f"... to {plan.nodes[-1].name}")
-    right = list(plan.spines[:_MANY]) + (["..."] if spec.paths > _MANY else [])
+        left.append(f"... to {layout.nodes[-1].name}")
+    right = list(layout.spines[:_MANY]) + (["..."] if spec.paths > _MANY else [])
     height = max(len(left), len(right))
     lines = []
     for row in range(height):
@@ -98,8 +98,8 @@ def _picture(plan: Plan) -> list[str]:
     return lines
 
 
-def _targets(plan: Plan) -> list[str]:
-    spec = plan.spec
+def _targets(layout: Layout) -> list[str]:
+    spec = layout.spec
     return [
         _range("path", spec.paths),
         _range("node", spec.nodes),

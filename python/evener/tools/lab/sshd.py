@@ -13,13 +13,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from evener.tools.lab.errors import LabError
+from evener.tools.lab.host import Node
 from evener.tools.lab.node import LAB_DIRECTORY
-
-if TYPE_CHECKING:
-    from evener.tools.lab.lab import Node
 
 _DIRECTORY = LAB_DIRECTORY / "ssh"
 _PACKAGE = "install the package openssh-server (Debian, Ubuntu, Fedora) or openssh (Arch)"

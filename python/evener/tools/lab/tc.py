@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from evener.tools.lab.plan import SEGMENTING_BURST, Shape
+from evener.tools.lab.layout import SEGMENTING_BURST, Shape
 
 _REQUEST, _ACK, _EXCL, _REPLACE, _CREATE = 0x1, 0x4, 0x200, 0x100, 0x400
 _NLMSG_ERROR = 2

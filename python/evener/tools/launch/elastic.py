@@ -97,8 +97,8 @@ class Worker:
 class ElasticJob:
     """An elastic job that runs. `run` may be called once.
 
-    Workers are processes under guards. Who has another kind overrides `_start`, `_tell_to_end` and
-    `_end_all` (evener.horovod.ray.job).
+    Workers are processes under guards. Who has another kind overrides `_start`, `_has_ended`,
+    `_tell_to_end` and `_end_all` (evener.horovod.ray.job).
     """
 
     # Seconds between two looks at the hosts.
@@ -206,6 +206,7 @@ class ElasticJob:
             status = worker.process.poll()
             if status is None:
                 continue
+            self._has_ended(worker, status)
             self._end_all([worker])
             if self._workers.pop(worker.number, None) is None or worker.ended:
                 continue  # with its host, a moment ago; or asked to leave
@@ -213,6 +214,9 @@ class ElasticJob:
                 self._finishing = True
             else:
                 self._fail(worker, status)
+
+    def _has_ended(self, worker: Worker, status: int) -> None:
+        """Called once for each worker that ended by itself."""
 
     def _fail(self, worker: Worker, status: int) -> None:
         how = f"exit status {status}"

@@ -29,6 +29,8 @@ import time
 from pathlib import Path
 
 GRACE = 5.0
+RINGS = "EVENER_LAUNCH_WATCH"
+"""The variable that names the folder of the ranks' rings."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -135,6 +137,8 @@ def main() -> int:
     finally:
         end_descendants(GRACE)
         shutil.rmtree(scratch, ignore_errors=True)
+        if rings := os.environ.get(RINGS):  # where no launcher is left to do it
+            shutil.rmtree(rings, ignore_errors=True)
     if status is None:
         return 128 + signal.SIGTERM
     return status if status >= 0 else 128 - status

@@ -24,12 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from evener.base import settings
 from evener.errors import EvenerError
 from evener.tools.launch import guard
+from evener.tools.launch.hosts import is_local
 from evener.tools.launch.output import Files, emit, follow, stamp
-from evener.tools.launch.plan import FORWARDED, RANK_MARK, HostCommand, Plan, Wishes
+from evener.tools.launch.plan import FORWARDED, RANK_MARK, HostCommand, Launch, Wishes
+from evener.tools.why import Watch
 
 _LAST_LINES = 20
+_KEPT_LINES = 200
 # After this long a guard that does not answer is killed; it needs GRACE for its own children.
 _END_TIMEOUT = guard.GRACE + 10.0
 
@@ -48,14 +52,14 @@ class JobError(EvenerError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What an engine reported. status: exit status, or minus the signal's number."""
+    """What a launcher reported. status: exit status, or minus the signal's number."""
 
     rank: int
     status: int
 
 
 class Tagged:
-    """Takes an engine's tags off a stream and gives whole lines of one rank each.
+    """Takes a launcher's tags off a stream and gives whole lines of one rank each.
 
     Open MPI 4 tags whatever a rank wrote at once, which may be half a line: what follows a tag in
     the middle of a line goes on where that rank stopped. A line that is too long comes in pieces,
@@ -68,7 +72,7 @@ class Tagged:
         self._torn: int | None = None  # whose line the last piece was a part of
 
     def feed(self, line: str) -> list[tuple[int | None, str]]:
-        """(rank or None for the engine's own, text) of the lines that are complete with `line`."""
+        """(rank or None for the launcher, text) of the lines that are complete with `line`."""
         parts = self._tag.split(line.rstrip("\n"))
         lines: list[tuple[int | None, str]] = [(self._torn, parts[0])] if parts[0] else []
         for index in range(1, len(parts), 2):
@@ -115,7 +119,7 @@ class _Running:
     command: HostCommand
     process: subprocess.Popen[str]
     threads: list[threading.Thread] = field(default_factory=list)
-    engine_lines: collections.deque[str] = field(
+    launcher_lines: collections.deque[str] = field(
         default_factory=lambda: collections.deque(maxlen=400)
     )
 
@@ -125,7 +129,7 @@ class Job:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Launch,
         wishes: Wishes,
         cwd: Path,
         env: Mapping[str, str],
@@ -134,16 +138,19 @@ class Job:
         verbose: bool = False,
         tag: bool = True,
         timestamps: bool = False,
+        watch: str = "",
     ) -> None:
+        """watch: the folder of the ranks' rings on each host; empty where nobody watches."""
         self._plan, self._wishes, self._cwd, self._env = plan, wishes, cwd, env
         self._verbose, self._tag = verbose, tag
         self._timestamps = timestamps
-        self._torchrun = plan.engine == "torchrun"
-        old = plan.engine.endswith("4)")
+        self._torchrun = plan.launcher == "torchrun"
+        old = plan.launcher.endswith("4)")
         self._pattern = _TORCHRUN_TAG if self._torchrun else _MPIRUN_TAG if old else _MPIRUN_5_TAG
         self._last: dict[int, collections.deque[str]] = {}
         self._files = Files(output_dir, len(plan.rank_hosts))
         self._lock = threading.Lock()
+        self._watch = self._watcher(watch, output_dir or cwd) if watch else None
 
     def run(self) -> None:
         """Start all, wait for all. Raises JobError naming the first rank that failed.
@@ -160,9 +167,15 @@ class Job:
         try:
             for command in self._plan.commands:
                 running.append(self._start(command))
+            if self._watch:
+                self._watch_from(self._watch)
             failed = self._wait(running, stop)
         finally:
+            if self._watch:
+                self._watch.end()  # ranks that are ended make no progress
             self._end(running)
+            if self._watch:
+                self._watch.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
             with self._lock:
@@ -171,18 +184,48 @@ class Job:
             name = signal.Signals(stop[0]).name
             raise JobError(f"ended by {name}; all ranks were ended", "", 128 + stop[0])
         if failed is not None:
-            raise self._error(failed)
+            raise self._error(failed, running)
+
+    # --- the watch ---
+
+    def _watcher(self, folder: str, keep_in: Path) -> Watch:
+        return Watch(
+            folder,
+            len(self._plan.rank_hosts),
+            settings.EVENER_WATCH_FLOOR.get(self._env),
+            lambda text: emit(sys.stderr, f"evener launch: {text}"),
+            keep_in,
+            self._outputs,
+        )
+
+    def _watch_from(self, watch: Watch) -> None:
+        """Watch the hosts on which ranks run, this one in any case."""
+        env = {**self._env, **self._wishes.env}
+        passed = {name: env[name] for name in FORWARDED if name in env}
+        others = {command.host for command in self._plan.commands if command.remote}
+        if not self._torchrun:
+            others = {host for host in self._plan.rank_hosts if host and not is_local(host)}
+        watch.start(sorted(others), self._wishes.rsh, self._cwd, passed)
+
+    def _outputs(self) -> dict[str, str]:
+        """The last lines of every rank, as files of a bundle."""
+        with self._lock:
+            return {
+                f"rank{rank}.stderr": "\n".join(lines) + "\n" for rank, lines in self._last.items()
+            }
 
     # --- one host ---
 
     def _start(self, command: HostCommand) -> _Running:
         scratch = f"{self._wishes.scratch}-{command.first_rank}"
         argv = [part.replace(f"={self._wishes.scratch}", f"={scratch}") for part in command.argv]
+        # The guard removes the rings, whichever engine it runs.
+        rings = {k: v for k, v in self._wishes.env.items() if k == guard.RINGS}
         process = start_guarded(
             argv,
             scratch,
             command.host if command.remote else None,
-            command.env,
+            {**rings, **command.env},
             self._env,
             self._wishes.rsh,
             self._cwd,
@@ -207,12 +250,12 @@ class Job:
         for rank, text in lines:
             with self._lock:
                 if rank is None or rank >= len(self._plan.rank_hosts):
-                    running.engine_lines.append(text)
+                    running.launcher_lines.append(text)
                     if not self._verbose:
                         continue
-                    tag = f"[{self._plan.engine.partition(' ')[0]}@{running.command.host}] "
+                    tag = f"[{self._plan.launcher.partition(' ')[0]}@{running.command.host}] "
                 else:
-                    self._last.setdefault(rank, collections.deque(maxlen=_LAST_LINES)).append(text)
+                    self._last.setdefault(rank, collections.deque(maxlen=_KEPT_LINES)).append(text)
                     self._files.write(rank, name, text)
                     host = self._plan.host_of(rank)
                     tag = f"[{rank}@{host}] " if host else f"[{rank}] "
@@ -238,16 +281,22 @@ class Job:
     def _end(self, running: list[_Running]) -> None:
         end_all([(one.process, one.threads) for one in running])
 
-    def _error(self, failed: _Running) -> JobError:
-        said = "\n".join(failed.engine_lines)
+    def _error(self, failed: _Running, running: list[_Running]) -> JobError:
+        said = "\n".join(failed.launcher_lines)
         failure = torchrun_failure(said) if self._torchrun else mpirun_failure(said)
+        if self._watch:
+            lines = [line for one in running for line in one.launcher_lines]
+            first = [{"rank": failure.rank, "status": failure.status}] if failure else []
+            with contextlib.suppress(Exception):  # what follows says the failure in any case
+                files = {"launcher.log": "\n".join(lines) + "\n"}
+                self._watch.failed(files, self._files.folder, first)
         status = failed.process.returncode
         if failure is None or failure.rank >= len(self._plan.rank_hosts):
-            tail = "\n".join(f"    {line}" for line in list(failed.engine_lines)[-_LAST_LINES:])
+            tail = "\n".join(f"    {line}" for line in list(failed.launcher_lines)[-_LAST_LINES:])
             return JobError(
-                f"{self._plan.engine} on {failed.command.host} ended with status {status} and "
+                f"{self._plan.launcher} on {failed.command.host} ended with status {status} and "
                 f"named no rank; it said:\n{tail or '    (nothing)'}",
-                "run again with --verbose to see the engine's own output",
+                "run again with --verbose to see the launcher's own output",
                 status if 0 < status < 256 else 1,
             )
         host = self._plan.host_of(failure.rank)
@@ -256,7 +305,7 @@ class Job:
             if failure.status >= 0
             else f"signal {-failure.status} ({_signal_name(-failure.status)})"
         )
-        lines = list(self._last.get(failure.rank, ()))
+        lines = list(self._last.get(failure.rank, ()))[-_LAST_LINES:]
         tail = "\n".join(f"    {line}" for line in lines) or "    (it printed nothing)"
         return JobError(
             f"rank {failure.rank}{f' on {host}' if host else ''} failed first: {how}; the others "

@@ -1,8 +1,8 @@
-"""From hosts and wishes to the commands of an engine: pure, so that --dry-run shows what runs.
+"""From hosts and wishes to the commands of a launcher: pure, so that --dry-run shows what runs.
 
-Two engines. torchrun: one agent a host, the remote ones started over ssh. mpirun: Open MPI 4 or 5,
-which brings its own daemons over ssh or through the batch system. Nothing is probed here but by the
-caller; a plan is a value.
+Two launchers. torchrun: one agent a host, the remote ones started over ssh. mpirun: Open MPI 4 or
+5, which brings its own daemons over ssh or through the batch system. Nothing is probed here but by
+the caller; a `Launch` is a value.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Wishes:
     host_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     forward: tuple[str, ...] = ()  # names whose values here go to all ranks
     master_port: int = 29500
+    master: str = ""  # where rank 0 is met, by an address that all hosts reach; "": its name
     rsh: tuple[str, ...] = ("ssh",)
     # A folder on each host for torchrun's copies of the output, removed at the end.
     scratch: str = "/tmp/evener-launch"
@@ -67,10 +68,10 @@ class HostCommand:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Commands, who runs which rank, and why this engine."""
+class Launch:
+    """Commands, who runs which rank, and why this launcher."""
 
-    engine: str
+    launcher: str
     why: str
     commands: tuple[HostCommand, ...]
     rank_hosts: tuple[str, ...]
@@ -81,7 +82,7 @@ class Plan:
 
 def torchrun(
     hosts: list[Host], wishes: Wishes, here: Mapping[str, str], local: set[str], why: str
-) -> Plan:
+) -> Launch:
     """One torchrun agent a host. here: our environment; local: the hosts that are this one."""
     commands, first = [], 0
     shared = {**interface_env(wishes), **wishes.env}
@@ -102,7 +103,7 @@ def torchrun(
         argv = [sys.executable, "-X", "utf8", "-m", "torch.distributed.run"]
         argv += [f"--nnodes={len(hosts)}", f"--node-rank={index}"]
         argv += [f"--nproc-per-node={host.slots}"]
-        argv += [f"--master-addr={master_address(hosts, local)}"]
+        argv += [f"--master-addr={wishes.master or master_address(hosts, local)}"]
         argv += [f"--master-port={wishes.master_port}"]
         argv += [f"--rdzv-conf=timeout={max(1, round(wishes.start_timeout))}"]
         program, *arguments = started(wishes, hosts)
@@ -111,7 +112,7 @@ def torchrun(
         argv += [argument.replace("$", "$$") for argument in arguments]
         commands.append(HostCommand(host.name, tuple(argv), first, host.slots, remote, env))
         first += host.slots
-    return Plan("torchrun", why, tuple(commands), _rank_hosts(hosts))
+    return Launch("torchrun", why, tuple(commands), _rank_hosts(hosts))
 
 
 def mpirun(
@@ -123,7 +124,7 @@ def mpirun(
     major: int,
     root: bool,
     why: str,
-) -> Plan:
+) -> Launch:
     """One mpirun of Open MPI `major`. hosts None: the batch system's. root: we are root."""
     daemon = "--mca" if major < 5 else "--prtemca"
     agent = "plm_rsh_agent" if major < 5 else "plm_ssh_agent"
@@ -144,7 +145,7 @@ def mpirun(
     shared.setdefault("PYTHONUNBUFFERED", here.get("PYTHONUNBUFFERED") or "1")
     if hosts is not None:
         # Not needed by evener.comm, which asks PMIx; for scripts that read it themselves.
-        shared.setdefault("MASTER_ADDR", master_address(hosts, local))
+        shared.setdefault("MASTER_ADDR", wishes.master or master_address(hosts, local))
         shared.setdefault("MASTER_PORT", str(wishes.master_port))
     names = [n for n in {**remote_env(here), **dict.fromkeys(wishes.forward)} if n not in shared]
     for name in names:
@@ -156,11 +157,11 @@ def mpirun(
     argv += started(wishes, hosts)
     command = HostCommand(socket.gethostname(), tuple(argv), 0, ranks, False, hidden)
     rank_hosts = _rank_hosts(hosts) if hosts is not None else ("",) * ranks
-    return Plan(f"mpirun (Open MPI {major})", why, (command,), rank_hosts)
+    return Launch(f"mpirun (Open MPI {major})", why, (command,), rank_hosts)
 
 
 def started(wishes: Wishes, hosts: list[Host] | None) -> tuple[str, ...]:
-    """What an engine starts for each rank."""
+    """What a launcher starts for each rank."""
     if not wishes.horovod:
         return wishes.command
     names = ",".join(f"{host.name}:{host.slots}" for host in hosts or ())
@@ -207,7 +208,7 @@ def master_address(hosts: list[Host], local: set[str]) -> str:
 
 
 class MissingProgramError(EvenerError):
-    """A program that the engine needs is not installed."""
+    """A program that the launcher needs is not installed."""
 
 
 def _same_everywhere(wishes: Wishes) -> Mapping[str, str]:

@@ -1,36 +1,33 @@
 """What a host is like, asked before a job starts on it: `python -m evener.tools.launch.probe`.
 
-A job whose third host has no route, no Evener or another Python fails here, by the host's name and
-within the start timeout, and not as a rank that never came.
+It answers two questions on its standard input, a line of JSON each, and ends with it: what is here,
+and who answers from here. Meanwhile it listens on the port where ranks are to meet and on a free
+one, so that the other hosts can try both. Standard library alone, and no torch: a probe takes half
+a second.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import json
-import shlex
+import os
+import platform
+import shutil
 import socket
-import subprocess
 import sys
-import threading
-from dataclasses import dataclass
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from evener.base import interfaces, ssh
-from evener.errors import EvenerError
-from evener.tools.launch.hosts import Host
+from evener.base import interfaces
 
-
-class HostError(EvenerError):
-    """A host cannot be used."""
-
-
-@dataclass(frozen=True)
-class HostFacts:
-    """What a host said. free_port: one on which no process listened when it was asked."""
-
-    hostname: str
-    interfaces: list[str]
-    free_port: int
+# Before each answer: what a shell prints when it starts is none.
+MARK = "evener-probe "
+_SCRATCH = "/tmp"
 
 
 def free_port() -> int:
@@ -40,67 +37,136 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def ask(hosts: list[Host], rsh: tuple[str, ...], cwd: Path, timeout: float) -> dict[str, HostFacts]:
-    """The facts of remote `hosts`, asked all at once. Raises HostError for the first bad one."""
-    found: dict[str, HostFacts | HostError] = {}
-    threads = [
-        threading.Thread(target=lambda h=host: found.update({h.name: _ask(h, rsh, cwd, timeout)}))
-        for host in hosts
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    facts = {}
-    for host in hosts:
-        answer = found[host.name]
-        if isinstance(answer, HostError):
-            raise answer
-        facts[host.name] = answer
-    return facts
-
-
-def _ask(host: Host, rsh: tuple[str, ...], cwd: Path, timeout: float) -> HostFacts | HostError:
-    inner = f"cd {shlex.quote(str(cwd))} && {shlex.join([sys.executable, '-m', __name__])}"
+def dial(name: str, port: int, seconds: float) -> str:
+    """Try one connection: "" where it came to be; else resolve, refused or silent."""
     try:
-        done = subprocess.run(
-            [*rsh, host.name, inner],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-        )
-    except subprocess.TimeoutExpired:
-        return HostError(
-            f"host {host.name} did not answer within {timeout:g} s ({shlex.join(rsh)})",
-            "check the name and the network, or raise --start-timeout",
-        )
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return "resolve"
+    why = "silent"
+    for family, kind, protocol, _, target in found[:3]:
+        with socket.socket(family, kind, protocol) as connection:
+            connection.settimeout(seconds / len(found[:3]))
+            try:
+                connection.connect(target)
+                return ""
+            except ConnectionRefusedError:
+                why = "refused"
+            except OSError:
+                pass
+    return why
+
+
+def facts(question: dict[str, Any], listening: list[socket.socket]) -> dict[str, Any]:
+    """What is here. The sockets that listen are added to `listening`."""
+    script = question["script"]
+    gpus = gpu_count()
+    port, error = _listen(question["port"] or 0, listening)
+    return {
+        "hostname": socket.gethostname(),
+        "evener": _version("evener"),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "nccl": next(
+            filter(None, map(_installed, ("nvidia-nccl-cu13", "nvidia-nccl-cu12"))), "none"
+        ),
+        "script": script,
+        "digest": digest(script) if script else None,
+        "program": shutil.which(question["program"], path=question["path"]),
+        "gpus": gpus,
+        "gpu": "present" if gpus else "none",
+        "free_mb": shutil.disk_usage(_SCRATCH).free // 1_000_000,
+        "scratch": _scratch(),
+        "interfaces": sorted({name for name, _ in interfaces.addresses()}),
+        "addresses": [address for _, address in interfaces.addresses()],
+        "port": port,
+        "port_error": error,
+        "open": _listen(0, listening)[0],
+    }
+
+
+def digest(path: str) -> str | None:
+    """Return the digest of a file's content; None where it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None
+
+
+def gpu_count() -> int:
+    """The number of NVIDIA GPUs that a rank here would see."""
+    with contextlib.suppress(OSError):
+        there = len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return there if shown is None else min(there, len([x for x in shown.split(",") if x]))
+    return 0
+
+
+def _version(name: str) -> str:
+    return _installed(name) or "none"
+
+
+def _installed(name: str) -> str:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return ""
+
+
+def _scratch() -> str:
+    """Why nothing can be written where torchrun writes; "" where it can."""
+    try:
+        with tempfile.TemporaryFile(dir=_SCRATCH) as file:
+            file.write(b"evener")
     except OSError as error:
-        return HostError(f"{rsh[0]} cannot be run: {error.strerror}", "install openssh-client")
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines:
-        return HostFacts(**json.loads(lines[-1]))
-    said = (done.stderr.strip().splitlines() or ["(nothing)"])[-1]
-    if "No module named" in said or done.returncode in (126, 127):
-        return HostError(
-            f"host {host.name} cannot run Evener with {sys.executable}: {said}",
-            "install the same environment at the same path on every host",
-        )
-    if "cd:" in said:
-        return HostError(
-            f"host {host.name} has no folder {cwd}: {said}",
-            "put the job's folder on all hosts at the same path, or on a shared file system",
-        )
-    if why := ssh.cause(done.stderr, host.name):
-        return HostError(f"host {host.name} cannot be reached: {why[0]} ({said})", why[1])
-    return HostError(
-        f"host {host.name} cannot be reached by {shlex.join(rsh)}: {said}",
-        f"make `{shlex.join([*rsh, host.name, 'true'])}` work without a password first",
-    )
+        return f"{_SCRATCH} cannot be written to: {error.strerror}"
+    return ""
+
+
+def _listen(port: int, listening: list[socket.socket]) -> tuple[int, str]:
+    """(the port that listens now, ""), for IPv4 and IPv6; (0, why) where it cannot be."""
+    why = ""
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
+        both = family == socket.AF_INET6
+        try:
+            server = socket.create_server(
+                (address, port), family=family, backlog=128, dualstack_ipv6=both
+            )
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            if getattr(error, "errno", 0) in (errno.EADDRINUSE, errno.EACCES):
+                break
+        else:
+            listening.append(server)
+            return int(server.getsockname()[1]), ""
+    return 0, why
+
+
+def _answer(what: Any) -> None:
+    sys.stdout.write(MARK + json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def _dialled(wanted: dict[str, Any]) -> dict[str, str]:
+    """What came of each name, all tried at once."""
+    names = wanted["names"]
+    with ThreadPoolExecutor(max(len(names), 1)) as pool:
+        found = pool.map(lambda name: dial(name, wanted["port"], 2.0), names)
+        return dict(zip(names, found, strict=True))
+
+
+def main() -> None:
+    """Answer what comes on standard input, until it ends."""
+    listening: list[socket.socket] = []
+    first = sys.stdin.readline()
+    if not first:
+        return
+    _answer(facts(json.loads(first), listening))
+    if second := sys.stdin.readline():
+        wanted = json.loads(second)
+        with ThreadPoolExecutor(max(len(wanted), 1)) as pool:
+            _answer(list(pool.map(_dialled, wanted)))
+    sys.stdin.read()
 
 
 if __name__ == "__main__":
-    names = sorted({name for name, _ in interfaces.addresses()})
-    facts = HostFacts(socket.gethostname(), names, free_port())
-    sys.stdout.write(json.dumps(vars(facts)) + "\n")
+    main()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from evener.base.given import given
 from evener.errors import UsageError
 from evener.zero.api import Batch
 from evener.zero.config import Config, read
@@ -27,6 +28,7 @@ from evener.zero.engine import Engine
 from evener.zero.frameworks import faces
 
 
+@given
 def accelerate(
     accelerator: Any,
     config: str | Path | Mapping[str, Any] | Config | None = None,

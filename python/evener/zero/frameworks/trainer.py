@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from evener.base.given import given
 from evener.errors import UsageError
 from evener.zero.api import Batch
 from evener.zero.config import Config, read
 from evener.zero.frameworks.accelerate import accelerate
 
 
+@given
 def trainer(
     base: type[Any],
     config: str | Path | Mapping[str, Any] | Config | None = None,

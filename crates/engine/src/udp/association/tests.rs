@@ -1,6 +1,5 @@
-//! A comm over several associations, in virtual time: any loss and any order of packets, a connection that
-//! is over while others live, and an end that closes in the middle. No sockets and no threads: each lane
-//! is called as its thread would call it.
+//! A comm in virtual time: any loss and any order of packets, a connection that is over, and an end that
+//! closes in the middle. No sockets and no threads: each side is called as its thread would call it.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -9,8 +8,6 @@ use proptest::prelude::*;
 
 use super::packets::fill;
 use super::*;
-use crate::arrivals::{Arrivals, Came as Arrived};
-use crate::peers::Claim;
 use crate::slots::Status;
 use crate::udp::hostile;
 use crate::udp::ports::Came;
@@ -27,9 +24,9 @@ const AHEAD: usize = 8;
 #[derive(Debug, Clone, Copy)]
 enum Fault {
     Nothing,
-    /// This side ends this lane's connection.
-    Over(usize, usize),
-    /// This side closes the comm, its lanes one step after the other.
+    /// This side ends the connection.
+    Over(usize),
+    /// This side closes the comm.
     Close(usize),
 }
 
@@ -40,17 +37,15 @@ struct Request {
 }
 
 struct World {
-    /// The lanes of the sending and of the receiving side.
-    sides: [Vec<Association>; 2],
+    sides: [Association; 2],
     requests: [Arc<Requests>; 2],
     posted: [Vec<Request>; 2],
-    arrivals: Arrivals,
     offered: bool,
     shared: Shared,
     step: u64,
-    /// When it arrives, a number, at which side, over which lane, and the packet.
+    /// When it arrives, a number, at which side, and the packet.
     #[allow(clippy::type_complexity, reason = "one heap")]
-    flying: BinaryHeap<Reverse<(u64, u64, usize, usize, Vec<u8>)>>,
+    flying: BinaryHeap<Reverse<(u64, u64, usize, Vec<u8>)>>,
     seed: u64,
     loss: u64,
     delay: u64,
@@ -63,24 +58,18 @@ fn pattern(message: usize, length: usize) -> Vec<u8> {
 }
 
 impl World {
-    fn new(lanes: usize, seed: u64, loss: u64, delay: u64) -> World {
+    fn new(seed: u64, loss: u64, delay: u64) -> World {
         let from = "127.0.0.1:9".parse().expect("an address");
-        let mut sides = [Vec::new(), Vec::new()];
-        for _ in 0..lanes {
-            let (caller, responder, _) = hostile::met().expect("two honest ends meet");
-            for (side, connection, initiates) in
-                [(SEND, Box::new(caller), true), (RECEIVE, responder, false)]
-            {
+        let (caller, responder, _) = hostile::met().expect("two honest ends meet");
+        let sides =
+            [(Box::new(caller), true), (responder, false)].map(|(connection, initiates)| {
                 let end = (1, connection, initiates);
-                let one = Association::new(hostile::peer(), end, vec![from], None, Duration::ZERO);
-                sides[side].push(one);
-            }
-        }
+                Association::new(hostile::peer(), end, vec![from], None, Duration::ZERO)
+            });
         World {
             sides,
-            requests: [Side::Send, Side::Receive].map(|side| Requests::new(COMM, side, lanes)),
+            requests: [Side::Send, Side::Receive].map(|side| Requests::new(COMM, side)),
             posted: [Vec::new(), Vec::new()],
-            arrivals: Arrivals::default(),
             offered: false,
             shared: Shared::for_tests(),
             step: 0,
@@ -109,8 +98,7 @@ impl World {
         let (requests, now) = (self.requests[side].clone(), self.now());
         requests.slots.post(number, Memory::of(&mut bytes));
         self.posted[side].push(Request { bytes, ended: None });
-        let lane = number as usize % self.sides[side].len();
-        self.sides[side][lane].poll(COMM, now);
+        self.sides[side].poll(COMM, now);
     }
 
     /// All threads have a turn.
@@ -120,7 +108,7 @@ impl World {
         while let Some(Reverse((at, ..))) = self.flying.peek()
             && *at <= self.step
         {
-            let Some(Reverse((_, _, side, lane, packet))) = self.flying.pop() else {
+            let Some(Reverse((_, _, side, packet))) = self.flying.pop() else {
                 break;
             };
             let came = Came {
@@ -129,11 +117,10 @@ impl World {
                 to: None,
                 arrival: Default::default(),
             };
-            let _ = self.sides[side][lane].hear(&came, now);
+            let _ = self.sides[side].hear(&came, now);
         }
-        let lanes = self.sides[SEND].len();
-        for (side, lane) in (0..2).flat_map(|side| (0..lanes).map(move |lane| (side, lane))) {
-            let one = &mut self.sides[side][lane];
+        for side in [SEND, RECEIVE] {
+            let one = &mut self.sides[side];
             one.connection.on_time(now);
             let mut sent = Vec::new();
             let mut out = [0; 1500];
@@ -149,27 +136,15 @@ impl World {
             if self.step.is_multiple_of(SWEEP) {
                 one.fail_with_others(&self.shared);
             }
-            for effect in one.effects() {
-                match effect {
-                    Effect::Offer {
-                        comm,
-                        listener,
-                        lane,
-                    } => {
-                        let claim = Claim::of(&self.sides[side][lane.0].peer);
-                        let came = self.arrivals.come((listener, comm), lane, claim);
-                        self.offered |= matches!(came, Arrived::All(_));
-                    }
-                    Effect::Withdraw(_) | Effect::Watch { .. } => {}
-                }
-            }
+            let offers = |effect: &Effect| matches!(effect, Effect::Offer { .. });
+            self.offered |= one.effects().iter().any(offers);
             for packet in sent {
                 for _ in 0..1 + u64::from(self.random(20) == 0) {
                     if self.random(100) >= self.loss {
                         let at = self.step + 1 + self.random(self.delay + 1);
                         let number = self.flying.len() as u64 + (self.step << 20);
-                        let to = (1 - side, lane, packet.clone());
-                        self.flying.push(Reverse((at, number, to.0, to.1, to.2)));
+                        self.flying
+                            .push(Reverse((at, number, 1 - side, packet.clone())));
                     }
                 }
             }
@@ -196,23 +171,19 @@ impl World {
 
     fn open(&mut self) {
         let requests = self.requests.clone();
-        for (lane, one) in self.sides[SEND].iter_mut().enumerate() {
-            one.open(&requests[SEND], lane, LISTENER);
-        }
+        self.sides[SEND].open(&requests[SEND], LISTENER);
         while !self.offered {
             assert!(self.step < 100_000, "it is not offered");
             self.turn();
         }
-        for (lane, one) in self.sides[RECEIVE].iter_mut().enumerate() {
-            one.take(&requests[RECEIVE], lane);
-        }
-        self.sides[RECEIVE][0].answer(COMM, true);
+        self.sides[RECEIVE].take(&requests[RECEIVE]);
+        self.sides[RECEIVE].answer(COMM, true);
     }
 
     /// Sends these messages; the fault comes after some steps.
     fn run(&mut self, lengths: &[usize], fault: (u64, Fault)) {
         self.open();
-        let (begun, lanes) = (self.step, self.sides[SEND].len());
+        let begun = self.step;
         let longest = lengths.iter().max().copied().unwrap_or(0);
         loop {
             let done = [SEND, RECEIVE].map(|side| self.ended(side));
@@ -231,16 +202,11 @@ impl World {
             }
             let after = self.step - begun;
             match fault.1 {
-                Fault::Over(side, lane) if after == fault.0 => {
-                    self.sides[side][lane % lanes].connection.close();
-                }
-                Fault::Close(side) if (fault.0..fault.0 + lanes as u64).contains(&after) => {
+                Fault::Over(side) if after == fault.0 => self.sides[side].connection.close(),
+                Fault::Close(side) if after == fault.0 => {
                     let (requests, now) = (self.requests[side].clone(), self.now());
-                    if after == fault.0 {
-                        requests.fail(Why::PeerClosed);
-                    }
-                    let lane = (after - fault.0) as usize;
-                    self.sides[side][lane].release(&requests, lane, now);
+                    requests.fail(Why::PeerClosed);
+                    self.sides[side].release(&requests, now);
                 }
                 _ => {}
             }
@@ -251,7 +217,7 @@ impl World {
                 over && self.ended(side) == posted
             };
             let after = self.step - begun;
-            if all(SEND) && all(RECEIVE) && after > fault.0 + lanes as u64 {
+            if all(SEND) && all(RECEIVE) && after > fault.0 + 1 {
                 break;
             }
             assert!(after < 200_000, "requests wait for ever");
@@ -263,10 +229,10 @@ impl World {
     }
 }
 
-fn fault(lanes: usize) -> impl Strategy<Value = (u64, Fault)> {
+fn fault() -> impl Strategy<Value = (u64, Fault)> {
     let what = prop_oneof![
         Just(Fault::Nothing),
-        (0..2usize, 0..lanes).prop_map(|(side, lane)| Fault::Over(side, lane)),
+        (0..2usize).prop_map(Fault::Over),
         (0..2usize).prop_map(Fault::Close),
     ];
     (0u64..400, what)
@@ -275,15 +241,15 @@ fn fault(lanes: usize) -> impl Strategy<Value = (u64, Fault)> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
 
-    /// Message `n` comes into buffer `n`, whatever its lane meets; after a fault each request of both
+    /// Message `n` comes into buffer `n`, whatever its packets meet; after a fault each request of both
     /// ends ends, no memory is written to after that, and nothing counts as under way.
     #[test]
-    fn messages_keep_their_order_over_all_lanes_and_none_waits_for_ever(
-        lanes in 1usize..5, lengths in prop::collection::vec(0usize..60_000, 1..80),
-        fault in fault(4), seed in any::<u64>(), loss in prop_oneof![Just(0u64), 0u64..15],
+    fn messages_keep_their_order_and_none_waits_for_ever(
+        lengths in prop::collection::vec(0usize..60_000, 1..80),
+        fault in fault(), seed in any::<u64>(), loss in prop_oneof![Just(0u64), 0u64..15],
         delay in 0u64..20,
     ) {
-        let mut world = World::new(lanes, seed, loss, delay);
+        let mut world = World::new(seed, loss, delay);
         world.run(&lengths, fault);
         let whole = matches!(fault.1, Fault::Nothing);
         for side in [SEND, RECEIVE] {
@@ -303,37 +269,9 @@ proptest! {
                     _ => prop_assert!(!whole, "request {} of side {} failed", number, side),
                 }
             }
-            for one in &world.sides[side] {
-                let bytes = &one.peer.traffic.under_way;
-                prop_assert_eq!(bytes[0].load(Ordering::Relaxed), 0);
-                prop_assert_eq!(bytes[1].load(Ordering::Relaxed), 0);
-            }
+            let bytes = &world.sides[side].peer.traffic.under_way;
+            prop_assert_eq!(bytes[0].load(Ordering::Relaxed), 0);
+            prop_assert_eq!(bytes[1].load(Ordering::Relaxed), 0);
         }
     }
-}
-
-/// What lives of a comm is let alone until its own thread ends it.
-#[test]
-fn a_lane_that_is_over_fails_the_comm_and_its_own_requests_alone() {
-    let mut world = World::new(2, 1, 0, 0);
-    world.open();
-    for _ in 0..2 {
-        world.post(RECEIVE, vec![0; 100]);
-    }
-    world.sides[RECEIVE][1].connection.close();
-    world.turn();
-    let receive = &world.requests[RECEIVE];
-    assert_eq!(receive.failure(), Some(Why::PeerClosed));
-    assert!(world.posted[RECEIVE][0].ended.is_none());
-    assert!(world.posted[RECEIVE][1].ended.is_some());
-    world.sides[RECEIVE][0].fail_with_others(&world.shared);
-    world.turn();
-    let ended = world.posted[RECEIVE][0].ended.as_ref();
-    assert!(ended.is_some_and(|(status, _)| *status == Status::Failed(REMOTE)));
-    let receive = world.requests[RECEIVE].clone();
-    let now = world.now();
-    world.sides[RECEIVE][0].release(&receive, 0, now);
-    assert!(!receive.is_released());
-    world.sides[RECEIVE][1].release(&receive, 1, now);
-    assert!(receive.is_released());
 }

@@ -8,7 +8,7 @@ use super::Over;
 use super::recovery::Quiet;
 use super::{Arrival, Connection, Dropped, Event, Place, ROUND_TRIPS, Stage, micros};
 use crate::packet::credit::Verdict;
-use crate::packet::format::{Ack, BARE, Chunk, FormatError, Frame, Frames, Header, Kind, bare};
+use crate::packet::format::{Ack, Chunk, FormatError, Frame, Frames, Header, Kind};
 use crate::packet::greeting;
 use crate::packet::loss::{Content, Fate};
 use crate::packet::number::expand;
@@ -50,8 +50,7 @@ impl Connection {
         place: &mut dyn FnMut(Place<'_>),
     ) -> Result<(), Dropped> {
         let (header, body) = Header::parse(packet).map_err(Dropped::Malformed)?;
-        let is_bare = header.kind == Kind::Bare;
-        if header.kind != Kind::Data && !is_bare {
+        if header.kind != Kind::Data {
             return self.greeted(packet, &header, now);
         }
         if header.connection != self.own.connection || self.over().is_some() {
@@ -67,28 +66,16 @@ impl Connection {
         if !self.replay.is_new(number) {
             return Err(Dropped::Replayed);
         }
-        let tagged = if is_bare {
-            packet
-                .get(..BARE)
-                .ok_or(Dropped::Malformed(FormatError::Short("bare chunk")))?
-        } else {
-            packet
-        };
-        if !key.verify(tagged, number, header.tag) {
+        if !key.verify(packet, number, header.tag) {
             return Err(Dropped::Forged);
         }
-        let alone = if is_bare {
-            Some(bare::parse(packet).map_err(Dropped::Malformed)?)
-        } else {
-            Chunk::alone(body)
-        };
-        if let Some(chunk) = &alone {
-            let verdict = self.incoming.judge(chunk, is_bare);
+        if let Some(chunk) = &Chunk::alone(body) {
+            let verdict = self.incoming.judge(chunk);
             if verdict == Verdict::NotPosted {
                 return Err(Dropped::NotPosted);
             }
             self.taken(&header, number, true, arrival, now);
-            self.place(chunk, verdict, is_bare, place);
+            self.place(chunk, verdict, place);
             return Ok(());
         }
         // All of it makes sense, or nothing is done.
@@ -139,13 +126,7 @@ impl Connection {
     }
 
     /// Bytes go where they belong.
-    fn place(
-        &mut self,
-        chunk: &Chunk<'_>,
-        verdict: Verdict,
-        bare: bool,
-        place: &mut dyn FnMut(Place<'_>),
-    ) {
+    fn place(&mut self, chunk: &Chunk<'_>, verdict: Verdict, place: &mut dyn FnMut(Place<'_>)) {
         let Verdict::Place(message) = verdict else {
             self.stats.echoes += chunk.payload.len() as u64;
             return;
@@ -155,7 +136,6 @@ impl Connection {
             message,
             offset: chunk.offset,
             bytes: chunk.payload,
-            bare,
         });
         if let Some(length) = self.incoming.placed(message, chunk) {
             self.events.push_back(Event::Received {
@@ -169,7 +149,7 @@ impl Connection {
     /// Whether a frame of a peer with the right key breaks a rule.
     fn judge(&self, frame: &Frame<'_>) -> Result<(), Dropped> {
         match frame {
-            Frame::Chunk(chunk) if self.incoming.judge(chunk, false) == Verdict::NotPosted => {
+            Frame::Chunk(chunk) if self.incoming.judge(chunk) == Verdict::NotPosted => {
                 Err(Dropped::NotPosted)
             }
             Frame::Ack(ack) => {
@@ -193,19 +173,18 @@ impl Connection {
         match *frame {
             Frame::Chunk(chunk) => {
                 // Anew: a chunk before it in the packet may have been the same.
-                let verdict = self.incoming.judge(&chunk, false);
-                self.place(&chunk, verdict, false, place);
+                let verdict = self.incoming.judge(&chunk);
+                self.place(&chunk, verdict, place);
             }
             Frame::Ack(ack) => self.acknowledged(&ack, now),
             Frame::Credit {
                 channel,
                 message,
                 room,
-                unit,
             } => {
                 let message = expand(message, self.outgoing.next(channel));
                 let length = self.outgoing.waiting(channel, message);
-                match self.outgoing.credit(channel, message, room, unit) {
+                match self.outgoing.credit(channel, message, room) {
                     Some(met) => self.met(channel, message, length, met),
                     // 65,536 credits without a message: more than any peer has a use for.
                     None => self.end(Over::ByPeer),
@@ -326,10 +305,16 @@ impl Connection {
             let place = (u64::BITS - micros.leading_zeros()) as usize;
             self.round_trips[place.min(ROUND_TRIPS - 1)] += 1;
         }
-        for heard in ack.heard() {
+        // One that a later one has overtaken says how long the queues were, not how long they are.
+        let overtaken = newest.is_none();
+        for heard in ack.heard().filter(|_| !overtaken) {
             let marked = heard.marked > 0;
+            let Some(path) = self.paths.get(heard.path) else {
+                continue;
+            };
+            let trips = (&self.trip, &path.trip);
             self.congestion
-                .delay(heard.path, heard.delay, marked, &self.trip, now);
+                .delay(heard.path, (heard.delay, marked), trips, now);
         }
         let mut touched: SmallVec<[u8; 16]> = smallvec![];
         for number in fresh {

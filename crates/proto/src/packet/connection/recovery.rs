@@ -41,11 +41,10 @@ impl Quiet {
 impl Connection {
     /// What of a path is lost by order or age.
     pub(super) fn find_lost(&mut self, at: u8, now: Duration) {
-        let trip = self.trip.smoothed().max(self.trip.latest());
         let Some(path) = self.paths.get_mut(at) else {
             return;
         };
-        let (lost, due) = self.reordering.find(path, &self.unconfirmed, trip, now);
+        let (lost, due) = self.reordering.find(path, &self.unconfirmed, now);
         path.due = due;
         self.lose_all(at, &lost, now);
     }
@@ -56,6 +55,7 @@ impl Connection {
         for number in numbers {
             count += u32::from(self.lose(*number, Cause::Order, now));
             self.stats.lost += 1;
+            self.reordering.was_lost();
         }
         if count > 0 {
             self.congestion
@@ -139,9 +139,17 @@ impl Connection {
     }
 
     /// For how long the oldest packet of a path may be silent.
-    fn patience(&self, silences: u32) -> Duration {
+    fn patience(&self, at: u8, silences: u32) -> Duration {
         let rounds = silences + self.outage / self.paths.used().len().max(1) as u32;
-        let patience = self.trip.patience(self.config.floor);
+        let mut patience = self.trip.patience(self.config.floor);
+        // A short path must not judge a long one.
+        match self.paths.get(at).map(|path| (path.trip, path.state)) {
+            Some((trip, _)) if trip.known() => {
+                patience = patience.max(trip.patience(Duration::ZERO))
+            }
+            Some((_, State::Active)) => patience = patience.max(rtt::LONGEST),
+            _ => {}
+        }
         (patience * 2u32.pow(rounds.min(5))).min(rtt::LONGEST.max(patience))
     }
 
@@ -149,7 +157,7 @@ impl Connection {
     /// that is to send it again and no more.
     fn silence_due(&self, at: u8, sent: Duration) -> (Duration, bool) {
         let silences = self.paths.get(at).map_or(0, |path| path.silences);
-        let patience = self.patience(silences);
+        let patience = self.patience(at, silences);
         let due = sent + patience;
         // A peer whose thread has no processor is silent over all paths at once. Then no path is at fault, and what
         // is on its way has arrived: to send all of it again, with half of the windows, makes that worse.
@@ -167,7 +175,7 @@ impl Connection {
             path.state = State::Suspect;
         }
         self.paths.ask(at);
-        let wait = self.patience(0) * (1 + self.quiet.times);
+        let wait = self.patience(at, 0) * (1 + self.quiet.times);
         self.quiet.times += 1;
         self.quiet.until = now + wait;
         if self.lose(number, Cause::Silence, now) {
@@ -237,6 +245,7 @@ impl Connection {
         if self.stage != Stage::Open {
             return;
         }
+        self.reordering.settle();
         for place in 0..self.paths.used().len() {
             let at = self.paths.used()[place];
             let Some(path) = self.paths.get(at) else {
@@ -260,6 +269,9 @@ impl Connection {
                     (_, false) => self.silent(at, now),
                 }
             }
+        }
+        for at in self.congestion.asks(self.paths.used(), now) {
+            self.paths.ask(at);
         }
         self.congestion.on_time(self.paths.used(), &self.trip, now);
         if silence >= KEEP_ALIVE

@@ -6,7 +6,7 @@ use smallvec::{SmallVec, smallvec};
 
 use super::{Connection, Stage, Transmit, micros};
 use crate::packet::ack::EVERY;
-use crate::packet::format::{BARE, CHUNK, Greeting, HEADER, Haste, Header, Kind, Writer, bare};
+use crate::packet::format::{CHUNK, Greeting, HEADER, Haste, Header, Kind, Writer};
 use crate::packet::greeting;
 use crate::packet::loss::{Content, Fate, Sent};
 use crate::packet::number::low;
@@ -28,7 +28,7 @@ enum Purpose {
 
 impl Connection {
     /// The next datagram, written into `out`; `None`: nothing is to be sent now. `read` fills in bytes
-    /// of messages, but not those of a bare packet ([`Transmit::bare`]).
+    /// of messages.
     pub fn transmit(
         &mut self,
         now: Duration,
@@ -49,27 +49,20 @@ impl Connection {
         }
         let size = self.mtu.size();
         let total = self.congestion.total();
-        let is_bare = self.outgoing.is_bare();
-        // A bare packet has no room for what else is to be said.
-        if is_bare && self.owes(now) {
-            return self.state(now, out, read);
-        }
-        if self.outgoing.has_work() {
+        if self.outgoing.has_next() {
             let ready = self.congestion.ready(&self.trip, now);
             let congestion = &self.congestion;
             let share = Share {
                 total,
                 flying: self.flying,
                 run: congestion.run(self.flying),
+                burst: congestion.burst(),
             };
             let window = |at| congestion.window(at);
             let fits = self.flying == 0 || (self.flying + size as u64) as f64 <= total;
             let path = (fits && ready).then(|| self.paths.choose(size as u64, share, window));
             if let Some(path) = path.flatten() {
                 self.congestion.sent(&self.trip, now);
-                if is_bare && let Some(sent) = self.build_bare(path, now, out) {
-                    return Some(sent);
-                }
                 return self.build(path, Purpose::Bytes, now, out, read);
             }
             // Held back by the pace, it is the pace that bounds what is in flight: windows have nothing to grow for.
@@ -135,35 +128,6 @@ impl Connection {
         Some(Transmit {
             path,
             length: greeting::PACKET,
-            bare: None,
-        })
-    }
-
-    /// Whether something is to be said that a bare packet cannot say.
-    fn owes(&self, now: Duration) -> bool {
-        !self.unsaid.is_empty()
-            || self.received.deadline().is_some_and(|at| at <= now)
-            || self.unconfirmed.next().is_multiple_of(FLOOR_EVERY)
-    }
-
-    /// The headers of a bare packet. `None`: what was next has arrived after all.
-    fn build_bare(&mut self, at: u8, now: Duration, out: &mut [u8]) -> Option<Transmit> {
-        let head = out.get_mut(..BARE)?;
-        let span = self.outgoing.pull_bare()?;
-        let payload = span.length as usize;
-        let key = (span.channel, low(span.message));
-        if !bare::emit(head, key, span.offset, payload, span.last) {
-            // A piece is as long as 16 bits say, so there is room.
-            self.outgoing.lost(&span);
-            return None;
-        }
-        self.stats.payload += u64::from(span.length);
-        let content = smallvec![Content::Bytes(span)];
-        self.launch((at, Kind::Bare), head, payload, content, (false, true), now);
-        Some(Transmit {
-            path: at,
-            length: BARE,
-            bare: Some(span),
         })
     }
 
@@ -193,8 +157,8 @@ impl Connection {
         }
         while let Some(statement) = self.unsaid.front() {
             let said = match *statement {
-                Content::Credit(channel, message, room, unit) => {
-                    writer.credit(channel, low(message), room, unit)
+                Content::Credit(channel, message, room) => {
+                    writer.credit(channel, low(message), room)
                 }
                 Content::TooLong(channel, message, total) => {
                     writer.too_long(channel, low(message), total)
@@ -239,26 +203,21 @@ impl Connection {
             return None;
         }
         let packet = out.get_mut(..length)?;
-        self.launch((at, Kind::Data), packet, 0, content, (probe, wants), now);
-        Some(Transmit {
-            path: at,
-            length,
-            bare: None,
-        })
+        self.launch(at, packet, content, (probe, wants), now);
+        Some(Transmit { path: at, length })
     }
 
-    /// Writes header and tag of a packet, of which `payload` bytes follow `packet`, and notes that it is on its
-    /// way. `wants`: it asks for an acknowledgement.
+    /// Writes header and tag of a packet, and notes that it is on its way. `wants`: it asks for an
+    /// acknowledgement.
     fn launch(
         &mut self,
-        (at, kind): (u8, Kind),
+        at: u8,
         packet: &mut [u8],
-        payload: usize,
         content: SmallVec<[Content; 1]>,
         (probe, wants): (bool, bool),
         now: Duration,
     ) {
-        let length = packet.len() + payload;
+        let length = packet.len();
         let number = self.unconfirmed.next();
         let more = self.outgoing.has_work();
         // A small window waits for nothing; a large one is acknowledged on its way.
@@ -274,7 +233,7 @@ impl Connection {
         };
         let header = Header {
             version: self.version,
-            kind,
+            kind: Kind::Data,
             haste,
             path: at,
             connection: self.peer.0,

@@ -104,9 +104,6 @@ pub enum Frame<'a> {
         message: u32,
         /// Bytes of the buffer.
         room: u64,
-        /// It takes bare packets alone, with so much payload each (the last may have less); 0: it takes
-        /// none.
-        unit: u16,
     },
     /// The message has `total` bytes, and the buffer fewer: it will not come.
     TooLong {
@@ -134,9 +131,6 @@ const PING_FRAME: u8 = 6;
 /// What follows means nothing; probes of the path's MTU are filled with it.
 const PADDING_FRAME: u8 = 7;
 const CLOSE_FRAME: u8 = 8;
-/// The credit of a buffer for bare packets. Builds that do not know it never hear it: both ends ask for it by other
-/// means before.
-const BARE_CREDIT_FRAME: u8 = 9;
 
 /// The frames of a packet.
 #[derive(Debug, Clone)]
@@ -182,17 +176,10 @@ impl<'a> Frames<'a> {
                     heard: reader.take(usize::from(heard) * 6, "ack")?,
                 })
             }
-            CREDIT_FRAME | BARE_CREDIT_FRAME => Frame::Credit {
+            CREDIT_FRAME => Frame::Credit {
                 channel: reader.u32("credit")?,
                 message: reader.u32("credit")?,
                 room: reader.u48("credit")?,
-                unit: match kind {
-                    BARE_CREDIT_FRAME => match reader.u16("credit")? {
-                        0 => return Err(FormatError::Field("credit")),
-                        unit => unit,
-                    },
-                    _ => 0,
-                },
             },
             TOO_LONG_FRAME => Frame::TooLong {
                 channel: reader.u32("refusal")?,
@@ -274,49 +261,20 @@ impl<'a> Writer<'a> {
         length: usize,
         last: bool,
     ) -> Option<&mut [u8]> {
-        // All of it or nothing.
-        if self.room() < CHUNK.checked_add(length)?
-            || !self.chunk_head((channel, message), offset, length, last)
-        {
-            return None;
-        }
-        self.next(length)
-    }
-
-    /// A chunk's header alone. `false`: there is no room, or it is too long.
-    pub(super) fn chunk_head(
-        &mut self,
-        (channel, message): (u32, u32),
-        offset: u64,
-        length: usize,
-        last: bool,
-    ) -> bool {
-        let Ok(size) = u16::try_from(length) else {
-            return false;
-        };
-        let Some(head) = self.next(CHUNK) else {
-            return false;
-        };
+        let size = u16::try_from(length).ok()?;
+        let out = self.next(CHUNK + length)?;
+        let (head, payload) = out.split_at_mut(CHUNK);
         head[0] = CHUNK_FRAME | if last { LAST } else { 0 };
         head[1..3].copy_from_slice(&size.to_le_bytes());
         head[3..7].copy_from_slice(&channel.to_le_bytes());
         head[7..11].copy_from_slice(&message.to_le_bytes());
         head[11..17].copy_from_slice(&offset.to_le_bytes()[..6]);
-        true
+        Some(payload)
     }
 
     /// A credit. `false`, here and below: there is no room.
-    pub fn credit(&mut self, channel: u32, message: u32, room: u64, unit: u16) -> bool {
-        if unit == 0 {
-            return self.three(CREDIT_FRAME, channel, message, room);
-        }
-        // All of it or nothing.
-        self.room() >= 17
-            && self.three(BARE_CREDIT_FRAME, channel, message, room)
-            && self
-                .next(2)
-                .map(|out| out.copy_from_slice(&unit.to_le_bytes()))
-                .is_some()
+    pub fn credit(&mut self, channel: u32, message: u32, room: u64) -> bool {
+        self.three(CREDIT_FRAME, channel, message, room)
     }
 
     /// A refusal.
@@ -414,9 +372,8 @@ mod tests {
             path in any::<u8>(), connection in any::<u32>(), number in any::<u32>(),
             channel in any::<u32>(), message in any::<u32>(), offset in 0..MAX_OFFSET - 2000,
             payload in prop::collection::vec(any::<u8>(), 0..1400), last in any::<bool>(),
-            unit in any::<u16>(),
         ) {
-            let haste = [Haste::Now, Haste::Soon, Haste::Patient][usize::from(unit % 3)];
+            let haste = [Haste::Now, Haste::Soon, Haste::Patient][usize::from(path % 3)];
             let header = Header {
                 version: VERSION, kind: Kind::Data, haste, path, connection, number,
                 stamp: number, tag: offset,
@@ -424,7 +381,7 @@ mod tests {
             let mut packet = [0; 1472];
             prop_assert!(header.emit(&mut packet));
             let mut writer = Writer::new(&mut packet[HEADER..]);
-            prop_assert!(writer.credit(channel, message, offset, unit));
+            prop_assert!(writer.credit(channel, message, offset));
             let place = writer.chunk((channel, message), offset, payload.len(), last).unwrap();
             place.copy_from_slice(&payload);
             let end = HEADER + writer.written();
@@ -434,7 +391,7 @@ mod tests {
             prop_assert!(Header::parse(&both[..end]).is_err(), "at once and patient");
             prop_assert_eq!(parsed, header);
             let frames: Result<Vec<_>, _> = Frames::new(body).collect();
-            let credit = Frame::Credit { channel, message, room: offset, unit };
+            let credit = Frame::Credit { channel, message, room: offset };
             let chunk = Frame::Chunk(Chunk { channel, message, offset, last, payload: &payload });
             prop_assert_eq!(frames, Ok(vec![credit, chunk]));
         }

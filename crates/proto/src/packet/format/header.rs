@@ -28,8 +28,6 @@ pub enum Kind {
     Versions,
     /// Frames of an open connection.
     Data,
-    /// One chunk of an open connection, whose payload the tag does not cover ([`bare`](super::bare)).
-    Bare,
 }
 
 /// The first 24 bytes.
@@ -64,7 +62,6 @@ impl Header {
             Kind::Welcome => 2,
             Kind::Versions => 3,
             Kind::Data => 4,
-            Kind::Bare => 5,
         };
         let haste = match self.haste {
             Haste::Now => ACK_NOW,
@@ -102,7 +99,6 @@ impl Header {
                 2 => Kind::Welcome,
                 3 => Kind::Versions,
                 4 => Kind::Data,
-                5 => Kind::Bare,
                 other => return Err(FormatError::Kind(other)),
             },
             haste: match kind & (ACK_NOW | PATIENT) {

@@ -20,8 +20,10 @@ _SXID = re.compile(r"SXid \((?:PCI:)?([0-9a-fA-F:.]{4,20})\): (\d{1,6})(?:, (.{0
 _LOST = re.compile(
     r"NVRM: .{0,40}GPU(?: at)?(?: PCI:)?\s*([0-9a-fA-F:.]{4,20}).{0,40}fallen off the bus"
 )
+_GPU = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]{4,20})")
+"""The first of three lines, of which the last says that it is lost."""
 _PID = re.compile(r"pid='?(\d{1,10})")
-WORDS = (b"Xid", b"fallen off the bus")
+WORDS = (b"Xid", b"fallen off the bus", b"NVRM: The NVIDIA GPU")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class Kernel:
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
+        self._gpu = ""
 
     def line(self, line: Line) -> None:
         """Take one line that has one of WORDS."""
@@ -130,8 +133,14 @@ class Kernel:
             self._add(found, line, text, int(pid[1]) if pid else -1)
         elif found := _SXID.search(line.text):
             self._add(found, line, (found[3] or "").strip(), -1, switch=True)
-        elif found := _LOST.search(line.text):
-            self._evidence.add(Xid(bus(found[1]), 79, line.text[:200], line.where, host=line.host))
+        elif found := _GPU.search(line.text):
+            self._gpu = found[1]
+        elif "fallen off the bus" in line.text:
+            found = _LOST.search(line.text)
+            gpu, self._gpu = found[1] if found else self._gpu, ""
+            if gpu:
+                text = line.text.strip()[:200]
+                self._evidence.add(Xid(bus(gpu), 79, text, line.where, host=line.host))
 
     def _add(
         self, found: re.Match[str], line: Line, text: str, pid: int, switch: bool = False

@@ -30,8 +30,10 @@ _RETURN = re.compile(
 )
 _POD = re.compile(r"^Name: +([\w.-]{1,253})\s*$")
 _MPI = re.compile(
-    r"process rank (\d{1,6}) with PID (\d{1,10}) on node (\S{1,200}) exited on signal (\d{1,3})"
+    r"process rank (\d{1,6}) with PID (\d{1,10}) on node (\S{1,200}) exited on"
+    r"(?: signal (\d{1,3})|\s*$)"
 )
+_SIGNAL = re.compile(r"\s*signal (\d{1,3}) \(")
 _SRUN = re.compile(
     r"srun: error: (\S{1,200}): tasks? (\d{1,6})(?:[-,\d]*): (?:(Out Of Memory)|Killed"
     r"|Segmentation "
@@ -68,6 +70,13 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"(?:worker|task|actor|node).{0,120}killed .{0,40}due to "
             r".{0,40}(?P<what>out of memory|OOM|memory pressure)",
             re.IGNORECASE,
+        ),
+    ),
+    (
+        "worker-died",
+        re.compile(
+            r"worker process has died\.(?P<what>.{0,300})|A worker died or was killed while "
+            r"executing a task.{0,400}?(?:Worker PID: (?P<pid>\d{1,10}))"
         ),
     ),
     (
@@ -150,7 +159,8 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = (
 _NAMED = (4, 7, 8, 9, 11)
 WORDS = (
     b"return code", b"with code", b"xit code", b"xitcode", b"xit status", b"Signals.SIG", b"Name: ",
-    b"local_rank:", b"exitcode", b"traceback :", b"host      :", b"Root Cause", b"exited on signal",
+    b"local_rank:", b"exitcode", b"traceback :", b"host      :", b"Root Cause", b"exited on",
+    b"signal ",
     b"srun: error", b"orld size", b"orld_size", b"WORLD_SIZE", b"--nnodes", b"--nproc",
     b"emory: Kill",
     b"oom", b"OOM", b"OUT_OF_ME", b"Evicted", b"reempt", b"PREEMPT", b"NODE", b"SIGSEGV",
@@ -159,7 +169,7 @@ WORDS = (
     b"ink ", b"NotReady", b"out of memory", b"DataLoader timed", b"No space left", b"quota",
     b"SYSTEM_NOT_READY", b"not yet initialized", b"802", b"abric", b"host   ", b"carrier",
     b"not responding", b"closing signal", b"FAILED", b"unhealthy", b"FI_",
-    b"/opt/amazon", b"NCCL_NET=",
+    b"/opt/amazon", b"NCCL_NET=", b"process has died", b"worker died",
 )  # fmt: skip
 _FIRST = "Root Cause (first observed failure)"
 _TERM = re.compile(r"Sending process (\d{1,10}) closing signal (SIG\w+)")
@@ -173,6 +183,7 @@ class Launcher:
         self._first: dict[str, bool] = {}
         self._hosts: dict[str, str] = {}
         self._exit: dict[str, Exit] = {}
+        self._mpi: dict[str, re.Match[str]] = {}
         self._pod = ""
         self._seen: set[tuple[str, str, int]] = set()
 
@@ -214,14 +225,22 @@ class Launcher:
                     Exit(-1, local, -1, line.host or self._pod, number, -number, line.where)
                 )
         elif found := _MPI.search(text):
-            self._evidence.add(
-                Exit(int(found[1]), -1, int(found[2]), found[3], int(found[4]), -int(found[4]),
-                     line.where, True)
-            )  # fmt: skip
+            if found[4]:
+                self._noticed(found, int(found[4]), line.where)
+            else:  # Open MPI 5 breaks the line here
+                self._mpi[key] = found
+        elif key in self._mpi and (found := _SIGNAL.match(text)):
+            self._noticed(self._mpi.pop(key), int(found[1]), line.where)
         elif found := _SRUN.search(text):
             self._task(line, found)
         self._sign(line)
         self._size(text)
+
+    def _noticed(self, found: re.Match[str], number: int, where: int) -> None:
+        """What mpirun noticed of a rank."""
+        self._evidence.add(
+            Exit(int(found[1]), -1, int(found[2]), found[3], number, -number, where, True)
+        )
 
     def _task(self, line: Line, found: re.Match[str]) -> None:
         text = found[0]

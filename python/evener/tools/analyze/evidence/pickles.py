@@ -14,8 +14,10 @@ from typing import Any
 
 from evener.errors import UsageError
 
-_MOST = 40_000_000
+_MOST = 20_000_000
+_CONTAINERS = 4_000_000
 _MARK = object()
+_MADE = frozenset([b"}", b"]", b"d", b"l", b"t", b"\x85", b"\x86", b"\x87"])
 _CALLS = {
     b"c": "GLOBAL", b"\x93": "STACK_GLOBAL", b"R": "REDUCE", b"b": "BUILD", b"i": "INST",
     b"o": "OBJ", b"\x81": "NEWOBJ", b"\x92": "NEWOBJ_EX", b"P": "PERSID", b"Q": "BINPERSID",
@@ -50,6 +52,7 @@ class _Machine:
         self.data, self.name, self.at = data, name, 0
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
+        self.containers = 0
 
     def take(self, count: int) -> bytes:
         """The next bytes; a count beyond the end is an error, before anything is allocated."""
@@ -76,9 +79,10 @@ class _Machine:
         steps = 0
         while True:
             steps += 1
-            if steps > _MOST:
+            if steps > _MOST or self.containers > _CONTAINERS:
                 raise RefusedError(
-                    f"{self.name}: a pickle of more than {_MOST:,} instructions",
+                    f"{self.name}: a pickle of more than {_MOST:,} instructions or "
+                    f"{_CONTAINERS:,} containers",
                     "give the dump of one rank, made with TORCH_FR_BUFFER_SIZE of at most 20000",
                 )
             code = self.take(1)
@@ -89,6 +93,7 @@ class _Machine:
                     f"{self.name}: a pickle that would run code ({_CALLS[code]}); it was not run",
                     "a flight recorder's dump holds plain values only: look at where this is from",
                 )
+            self.containers += code in _MADE
             do = _STEPS.get(code)
             if do is None:
                 raise ValueError(f"instruction {code!r}")

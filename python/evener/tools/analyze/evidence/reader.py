@@ -7,13 +7,13 @@ import re
 from evener.tools.analyze.evidence import inspector, kernel, launcher, ras, state, store, watchdog
 from evener.tools.analyze.evidence.lines import split
 from evener.tools.analyze.evidence.records import Evidence
-from evener.tools.analyze.evidence.traces import CHAINS, HEAD, Traces
+from evener.tools.analyze.evidence.traces import CHAINS, HEAD, LONE, Traces
 
 _LINE = 8192
 _HEAD = HEAD.encode()
 _WORDS = tuple(
     dict.fromkeys(
-        [_HEAD, *CHAINS]
+        [_HEAD, *CHAINS, *LONE]
         + [
             word
             for reader in (watchdog, launcher, store, kernel, state, ras, inspector)
@@ -56,8 +56,8 @@ class Reader:
         )
         if not stateful and not any(word in raw for word in self._words):
             return
-        timed = raw[:1] == b"{" and any(word in raw for word in inspector.WORDS)
-        if timed and inspector.line(raw, where, self.evidence):
+        timed = any(word in raw for word in inspector.WORDS) and raw.find(b"{", 0, 200) >= 0
+        if timed and inspector.line(raw[raw.find(b"{") :], where, self.evidence):
             return
         text = raw[:_LINE].decode("utf-8", "replace").replace("\x00", " ").rstrip("\r\n")
         line = split(text, where)
@@ -65,7 +65,9 @@ class Reader:
         line.rank = line.rank if line.rank >= 0 else self._rank
         if line.rank >= 0 and len(self.evidence.ranks) < 200_000:
             self.evidence.ranks.setdefault(line.rank, where)
-        if self._traces.line(line, text) and HEAD not in text and ": " not in line.text:
+        # A traceback's last line may be another reader's, too.
+        last = ": " in line.text or line.text.endswith("Error")
+        if self._traces.line(line, text) and HEAD not in text and not last:
             return
         for part in (watchdog, launcher, store, kernel):
             listed = part is watchdog and self._watchdog.active

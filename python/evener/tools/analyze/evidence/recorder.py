@@ -12,7 +12,10 @@ from typing import Any
 from evener.tools.analyze.evidence.records import Dump, Evidence, Operation
 
 _RANK = re.compile(r"(?:rank|trace)[_-]?(?:rank)?[_-]?(\d{1,6})(?!.*\d)|(\d{1,6})(?:\.\w+)*$")
-_LIBRARY = re.compile(r"(?:^|/)(?:torch|torchvision|site-packages|dist-packages)/|<frozen|^\?\?")
+_LIBRARY = re.compile(
+    r"(?:^|/)(?:torch|torchvision|site-packages|dist-packages|lib/python3\.\d+|python/evener)/"
+    r"|<frozen|^\?\?"
+)
 
 
 def is_dump(document: Any) -> bool:

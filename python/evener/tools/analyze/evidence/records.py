@@ -13,6 +13,10 @@ GLOO = "gloo"
 """The group of waits that Gloo tells by an exception: it gives no number."""
 
 
+NO_OOM = "its memory cgroup counts no kill"
+"""The text of an exit by SIGKILL that was not for memory."""
+
+
 @dataclass(slots=True)
 class Wait:
     """One rank's watchdog gave up on an operation. -1 where the text does not say a number."""
@@ -38,7 +42,8 @@ class Desync:
     """A report that names ranks: torch's desync report, monitoredBarrier, Horovod, DETAIL."""
 
     kind: str
-    """`behind`, `mismatch`, or `stalled`, which may pass."""
+    """`behind`, `mismatch`; `reached`: the first rank came to a barrier and missed the second;
+    `stalled` and `ready`, which may pass."""
     ranks: tuple[int, ...]
     text: str
     where: int
@@ -205,6 +210,49 @@ class Sign:
     what: str = ""
 
 
+@dataclass(slots=True)
+class Seen:
+    """One rank as it was seen from outside, while it ran or hung. -1 where nothing says it."""
+
+    rank: int
+    where: int
+    world: int
+    host: str
+    pid: int
+    state: str
+    """/proc's letter; X where the process was gone."""
+    wchan: str
+    swap: int
+    tracer: int
+    place: str
+    """The phase it was in, where that is known: data loader."""
+    place_s: float
+    step: int
+    up_s: float
+    loader_s: float
+    """Seconds in its data loader so far."""
+    clock_off_s: float
+    """Its clock minus its host's."""
+    frames: tuple[str, ...]
+    """`file:line function` of the main thread, innermost first; empty where it gave none."""
+    threads: dict[str, tuple[str, ...]]
+    pending: tuple[str, ...]
+    """Operations that it submitted by name and that wait for other ranks (Horovod)."""
+    source: str
+    """Where the stacks are from."""
+    connections: tuple[tuple[str, str, int, int], ...] = ()
+    """TCP: own end, other end, bytes not acknowledged, how often they were sent again."""
+    down: tuple[str, ...] = ()
+    """Cards that are up and have no carrier."""
+    looks: int = 0
+    """How often its main thread was looked at, and in how many it was in an exchange."""
+    waiting: int = 0
+    memory: tuple[int, int] = (0, 0)
+    """Bytes of programs in its memory cgroup, and the limit; 0 without one."""
+    submitted: dict[str, int] = field(default_factory=dict)
+    """Horovod's operations that it submitted last, and their elements."""
+
+
 @dataclass
 class Evidence:
     """All that the readers found in all files."""
@@ -212,16 +260,23 @@ class Evidence:
     waits: list[Wait] = field(default_factory=list)
     desyncs: list[Desync] = field(default_factory=list)
     beats: dict[int, Beat] = field(default_factory=dict)
+    idle: dict[int, Wait] = field(default_factory=dict)
+    """Ranks that were told of a hang, with what they enqueued last: they did not wait."""
     dumps: list[Dump] = field(default_factory=list)
     counts: list[Counts] = field(default_factory=list)
     absent: list[Absentee] = field(default_factory=list)
     snapshots: int = 0
     timings: list[Timing] = field(default_factory=list)
     raised: list[Raised] = field(default_factory=list)
+    lone: list[Raised] = field(default_factory=list)
+    """Errors of one line without a traceback: of an excerpt the last words, else maybe harmless."""
     exits: list[Exit] = field(default_factory=list)
     meetings: list[Meeting] = field(default_factory=list)
     xids: list[Xid] = field(default_factory=list)
     signs: list[Sign] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    moving: bool = False
+    """The job went on while it was looked at: what ranks wait for then is no hang."""
     ranks: dict[int, int] = field(default_factory=dict)
     """Ranks that said anything, and where first."""
     world: int = 0
@@ -257,4 +312,5 @@ _PLACES: dict[type, str] = {
     Meeting: "meetings",
     Xid: "xids",
     Sign: "signs",
+    Seen: "seen",
 }

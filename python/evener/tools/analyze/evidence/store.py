@@ -40,7 +40,7 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "timeout",
         re.compile(
-            r"client socket has timed out after (?P<extra>\d+) ?ms while trying to connect to "
+            r"client socket has timed out after (?P<extra>\d+) ?m?s while trying to connect to "
             r"\(?\[?(?P<host>[\w.:-]{1,200}?)\]?(?:, |:)(?P<port>\d{1,5})\)?"
         ),
     ),

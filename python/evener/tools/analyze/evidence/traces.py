@@ -2,12 +2,15 @@
 
 A traceback begins at `Traceback (most recent call last):` and ends at the first line of its stream
 that is not indented and not part of it: `package.Error: text`. What follows `During handling` or
-`direct cause` belongs to the same event: the first exception of such a chain is its cause.
+`direct cause` belongs to the same event: the first exception of such a chain is its cause. What
+precedes the first line may be unknown here (`trainer-1  | `, `worker-0: [rank3]: `, `msg="`): then
+the lines that begin with the same, but for its numbers, are its stream.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from evener.tools.analyze.evidence.lines import Line
 from evener.tools.analyze.evidence.records import GLOO, Evidence, Raised, Wait
@@ -23,23 +26,31 @@ _CHAIN = (
     "During handling of the above exception",
     "The above exception was the direct cause",
 )
+_LONE = re.compile(r"^(?:[a-z_][\w.]{0,120}\.)?([A-Z]\w{0,60}(?:Error|Exception)): ?(\S.*)$")
+LONE = (b"Error: ", b"Exception: ", b"Exception ignored in")
 CHAINS = tuple(text.encode() for text in _CHAIN)
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/lib/python\d|<frozen |<string>|/torchrun$|^torch/|^importlib"
 )
 _TIMED_OUT = re.compile(r"Timed out waiting (\d{1,12}) ?ms for (?:recv|send|a) ")
 _STREAMS = 4096
+_LEADS = 64
+_LEAD = 200
+_NUMBERS = re.compile(r"\d+")
+_RANK = re.compile(r"\[[Rr]ank ?(\d{1,6})\]")
 _FRAMES = 400
 
 
 class _Open:
     """A traceback under way in one stream."""
 
-    __slots__ = ("chained", "deepest", "ended", "frames", "inner", "line", "own", "where")
+    __slots__ = (
+        "chained", "deepest", "ended", "frames", "ignored", "inner", "keys", "line", "own", "where"
+    )  # fmt: skip
 
     def __init__(self, where: int, line: Line) -> None:
-        self.where, self.line = where, line
-        self.inner = False
+        self.where, self.line, self.keys = where, line, {line.stream}
+        self.inner = self.ignored = False
         self.own, self.deepest = "", ""
         self.frames = 0
         self.chained = False
@@ -53,6 +64,10 @@ class Traces:
         self._evidence = evidence
         self._open: dict[str, _Open] = {}
         self._done: dict[str, Raised] = {}
+        self._leads: dict[str, tuple[re.Pattern[str], int]] = {}
+        """Unknown prefixes: how lines with them begin, and the rank that they name."""
+        self._ignored: str | None = None
+        """The stream whose next traceback Python itself ignores, as at its exit."""
 
     @property
     def active(self) -> bool:
@@ -65,8 +80,12 @@ class Traces:
         if at >= 0:
             self._begin(line, raw, at)
             return True
+        line = self._bare(line, raw)
         one = self._open.get(line.stream)
         if one is None:
+            if line.text.startswith("Exception ignored in"):
+                self._ignored = line.stream
+            self._lone(line)
             return self._chain(line)
         text = line.text
         if frame := _FRAME.match(text):
@@ -82,16 +101,54 @@ class Traces:
         found = _ERROR.match(text) or _BARE.match(text)
         if not found:
             return False  # another line that came between
-        del self._open[line.stream]
+        for key in one.keys:
+            self._open.pop(key, None)
         self._end(one, line, found)
         return True
+
+    def _lone(self, line: Line) -> None:
+        """The last line of a traceback whose head is not here."""
+        if (found := _LONE.match(line.text)) and len(self._evidence.lone) < _STREAMS:
+            name = line.text[: found.end(1)]
+            self._evidence.lone.append(
+                Raised(line.rank, line.host, name, found[2].strip()[:400], line.where, line.time,
+                       "", "", line.task, line.stream)
+            )  # fmt: skip
 
     def _begin(self, line: Line, raw: str, at: int) -> None:
         if len(self._open) >= _STREAMS:
             self._open.pop(next(iter(self._open)))
         one = _Open(line.where, line)
         one.inner = raw[:at].endswith("Original ")
+        one.ignored, self._ignored = line.stream == self._ignored, None
         self._open[line.stream] = one
+        lead = raw[:at].removesuffix("Original ")
+        unknown = line.text[: max(line.text.find(HEAD), 0)].removesuffix("Original ")
+        if unknown.strip() and len(lead) <= _LEAD and (len(self._leads) < _LEADS):
+            # Times change from line to line, and names with numbers do not: both are allowed for.
+            parts = _NUMBERS.split(lead)
+            told = _RANK.findall(lead)
+            rank = int(told[-1]) if told else line.rank
+            key = f"rank {rank}" if rank >= 0 else lead
+            begins = re.compile(r"\d+".join(re.escape(part) for part in parts))
+            if rank >= 0 or key not in self._leads:
+                self._leads.setdefault(key, (begins, rank))
+            one.keys.add(key)
+            one.line = replace(line, rank=rank, stream=key)
+            self._open[key] = one
+
+    def _bare(self, line: Line, raw: str) -> Line:
+        """A line without an unknown prefix that a traceback began with."""
+        for key, (begins, rank) in self._leads.items():
+            if key in self._open and (found := begins.match(raw)):
+                told = _RANK.findall(found[0])
+                if told and int(told[-1]) != rank:
+                    continue
+                text = raw[found.end() :]
+                if found[0].count('"') % 2:  # a quoted field, whose own quotes are doubled
+                    text = text.replace('\\"', '"').replace('""', '"').removesuffix('"')
+                return replace(line, text=text, rank=rank, stream=key)
+        return line
 
     def _chain(self, line: Line) -> bool:
         known = self._done.get(line.stream)
@@ -103,6 +160,8 @@ class Traces:
 
     def _end(self, one: _Open, line: Line, found: re.Match[str]) -> None:
         before = self._done.get(line.stream)
+        if one.ignored:
+            return
         if one.inner and before is not None and before.text.startswith("Caught "):
             # A data loader's worker: what it raised says more than that it did.
             before.text = (

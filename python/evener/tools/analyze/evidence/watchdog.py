@@ -14,23 +14,25 @@ from __future__ import annotations
 import re
 
 from evener.tools.analyze.evidence.lines import Line
-from evener.tools.analyze.evidence.records import Beat, Desync, Evidence, Wait
+from evener.tools.analyze.evidence.records import Beat, Desync, Evidence, Raised, Wait
 
 _CAUGHT = re.compile(
-    r"(?:\[Rank (\d{1,6})\] )?(?:Watchdog caught collective operation timeout|[Cc]ollective "
+    r"(?:\[Rank (\d{1,6})\] )?(?:Watchdog caught |Caught )?(?:[Cc]ollective "
     r"operation timeout): WorkNCCL\((.{0,600}?)\)? ran for (\d{1,12}) milliseconds"
 )
 _SHORT = re.compile(
-    r"(?:\[Rank (\d{1,6})\] )?(?:Watchdog caught collective operation timeout|[Cc]ollective "
+    r"(?:\[Rank (\d{1,6})\] )?(?:Watchdog caught |Caught )?(?:[Cc]ollective "
     r"operation timeout): WorkNCCL\((.{0,600})"
 )
 _FIELD = re.compile(r"(\w{1,20})(?:\(ms\))?=(\[[^\]]{0,200}\]|[^,)\s]{1,60})")
 _GROUP = re.compile(
-    r"\[PG (?:ID )?([\w-]{1,40})(?: PG GUID ([\w-]{1,60})(?:\(([^)]{0,80})\))?)? Rank (\d{1,6})\]"
+    r"\[PG (?:ID )?([\w-]{1,40})(?: PG GUID ([\w-]{1,60}))? ?(?:\(([^)]{0,80})\))? Rank "
+    r"(\d{1,6})\]"
 )
 _STATUS = re.compile(
-    r"(?:work(?: sequence id)?: (\d{1,12})\W.{0,60}?)?last enqueued (?:NCCL )?work: (-?\d{1,12})"
-    r"(?:, last started (?:NCCL )?work: -?\d{1,12})?, last completed (?:NCCL )?work: (-?\d{1,12})"
+    r"(?:work(?: sequence id)?: (\d{1,12})\W.{0,60}?)?[Ll]ast enqueued (?:NCCL )?work: (-?\d{1,12})"
+    r"(?:, last started (?:NCCL )?work: -?\d{1,12})?, last completed (?:NCCL )?(?:work: ?)?"
+    r"(-?\d{1,12})"
 )
 _BEHIND = re.compile(
     r"- \[([\d, ]{1,2000})\] finished collective #(\d{1,12}), but didn't join collective "
@@ -44,16 +46,30 @@ _DETAIL = re.compile(
     r"(?:CollectiveFingerPrint\()?(.{0,300}?)\)?, but Rank (\d{1,6}) is running collective: "
     r"(?:CollectiveFingerPrint\()?(.{0,300}?)\)?\.?(?:Collectives differ|$)"
 )
+_REACHED = re.compile(
+    r"[Rr]ank (\d{1,6}) successfully reached monitoredBarrier.{0,80}from rank (\d{1,6})"
+)
+_THREW = re.compile(
+    r"(?:\[Rank (\d{1,6})\] )?(?:[Pp]rocess group|NCCL) watchdog thread terminated with exception: "
+    r"(?:\[Rank \d{1,6}\] )?((?:CUDA|HIP) error: .{1,300})"
+)
+_UNIQUE = re.compile(
+    r"\[\d{1,6}\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(\d{1,6})\]"
+    r".{0,300}(?:[Tt]imeout|timed out)"
+)
+_DEEP_EP = re.compile(r"DeepEP timeout.{0,120}?\brank ?[=:] ?(\d{1,6})")
 _STUCK = re.compile(r"watchdog got stuck for (\d{1,9}) seconds")
 _OUTSTANDING = re.compile(r"workMetaList_\.size\(\) ?= ?(\d{1,9})")
 _NEW = re.compile(r"Operation timed out after (\d{1,12}) ?ms")
 _NEW_ABORT = re.compile(r"Aborting process on rank (\d{1,6}) due to (timeout|error) - ")
 _STALLED = re.compile(r"\[missing ranks: ?([\d, ]{1,400})\]")
+_READY = re.compile(r"([\w./-]{1,200}) \[ready ranks: ?([\d, ]{1,400})\]")
 _LISTED = re.compile(r".*?\b(\d{1,6}): ?\[[^\]]")
 WORDS = (
-    b"atchdog", b"WorkNCCL(", b"last enqueued", b"didn't join collective", b"monitoredBarrier",
+    b"atchdog", b"WorkNCCL(", b"ast enqueued", b"didn't join collective", b"monitoredBarrier",
     b"Detected mismatch between", b"workMetaList_", b"Operation timed out after",
-    b"Aborting process on rank", b"missing ranks:", b"Missing ranks:",
+    b"Aborting process on rank", b"missing ranks:", b"Missing ranks:", b"Stalled ranks:",
+    b"ready ranks:", b"DeepEP timeout", b"retrieving nccl", b"retreiving nccl",
 )  # fmt: skip
 
 
@@ -82,6 +98,16 @@ class Watchdog:
             self._evidence.add(
                 Desync("behind", _numbers(found[1]), text.strip(), line.where, int(found[2]))
             )
+        elif found := _UNIQUE.search(text):
+            op = "the set-up of a communicator"
+            self._evidence.add(Desync("behind", (int(found[1]),), text[:300], line.where, op=op))
+        elif found := _THREW.search(text):
+            self._threw(line, found, group)
+        elif found := _DEEP_EP.search(text):
+            self._wait(line, int(found[1]), -1, "DeepEP", local=True).op = "a DeepEP kernel"
+        elif found := _REACHED.search(text):
+            came = (int(found[1]), int(found[2]))
+            self._evidence.add(Desync("reached", came, text[:300], line.where, op="BARRIER"))
         elif found := _BARRIER.search(text):
             ranks = _numbers(found[1])
             self._evidence.add(Desync("behind", ranks, text[:300], line.where, op="BARRIER"))
@@ -98,7 +124,9 @@ class Watchdog:
             )
         elif found := _STALLED.search(text):
             self._stalled(_numbers(found[1]), line)
-        if text.strip() == "Missing ranks:":
+        for found in _READY.finditer(text):
+            self._evidence.add(Desync("ready", _numbers(found[2]), found[1], line.where))
+        if text.strip() in ("Missing ranks:", "Stalled ranks:"):
             self._list = 1000
         elif self._list:
             self._list -= 1
@@ -118,6 +146,16 @@ class Watchdog:
 
     def _stalled(self, ranks: tuple[int, ...], line: Line) -> None:
         self._evidence.add(Desync("stalled", ranks, line.text[:300], line.where))
+
+    def _threw(self, line: Line, found: re.Match[str], group: re.Match[str] | None) -> None:
+        """An error of the GPU that the watchdog met: this rank's own, no wait for others."""
+        rank, local = self._rank(line, found[1], group)
+        name, text = found[2].split(": ", 1)
+        self._evidence.add(
+            Raised(-1 if local else rank, line.host, name, text, line.where, line.time, "")
+        )
+        if rank >= 0 and not local:
+            self._evidence.ranks.setdefault(rank, line.where)
 
     def _caught(self, line: Line, found: re.Match[str], group: re.Match[str] | None) -> None:
         fields = dict(_FIELD.findall(found[2]))
@@ -142,6 +180,11 @@ class Watchdog:
         wait = self._last.get(rank)
         if wait is None or (seq >= 0 and wait.seq not in (seq, -1)):
             if seq < 0:
+                if not local:
+                    self._evidence.idle[rank] = Wait(
+                        rank, line.where, group=_name(group), enqueued=int(found[2]),
+                        completed=int(found[3]),
+                    )  # fmt: skip
                 return
             wait = self._wait(line, rank, seq, _name(group), local)
         wait.enqueued = max(wait.enqueued, int(found[2]))

@@ -15,6 +15,8 @@ _ORDER = ("problem", "warning", "note")
 _SUBJECTS = (
     "devices",
     "deaths",
+    "live",
+    "lost",
     "hangs",
     "meeting",
     "stragglers",

@@ -1,4 +1,4 @@
-"""What NCCL's own warnings mean: each kind once, with all hosts that printed it.
+"""What NCCL's own warnings mean, and programs' last words: each kind once, with all its hosts.
 
 A cause is an expression over the text of warnings. What no cause explains is shown as it stands
 (coverage.nccl-warning).
@@ -8,36 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from evener.tools.analyze.findings.base import CRASHED, FOLLOWS, LIBRARY, Finding, Severity, check
+from evener.tools.analyze.findings.base import CONTEXT, CRASHED, FOLLOWS, LIBRARY, Finding, check
+from evener.tools.analyze.findings.cause import Cause
+from evener.tools.analyze.findings.gave_up import fatal, gave_up, tried
+from evener.tools.analyze.findings.gpu_causes import ANY, GPU_CAUSES
+from evener.tools.analyze.findings.program_causes import PROGRAM_CAUSES
 from evener.tools.analyze.findings.who import of_process
 from evener.tools.analyze.findings.who import ranks as ranks_of
-from evener.tools.analyze.model import Warned
-from evener.tools.analyze.picture import Confidence, Picture
+from evener.tools.analyze.model import Run, Warned
+from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.words import count, names
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """One kind of warning and what to do about it."""
-
-    id: str
-    meaning: str
-    """For the list of findings."""
-    pattern: re.Pattern[str]
-    title: str
-    detail: str
-    do: str
-    command: str
-    expect: str
-    severity: Severity = "problem"
-    confidence: Confidence = "inferred"
-    unless: re.Pattern[str] | None = None
-    """Another warning of the run that means that this one has another cause."""
-    place: re.Pattern[str] | None = None
-    """Where in NCCL's source a warning is from, for texts that say nothing themselves."""
-    root: int = LIBRARY
 
 
 def _status(number: int, name: str) -> str:
@@ -51,6 +32,7 @@ _PORT = re.compile(
 )
 
 CAUSES = (
+    *PROGRAM_CAUSES,
     Cause(
         "network.nvls",
         "NVLink SHARP (NVLS) that cannot be set up: mostly the Fabric Manager",
@@ -90,6 +72,7 @@ CAUSES = (
         "nvidia-smi -q | grep -A6 Fabric",
         "The run works with NCCL_MNNVL_ENABLE=0: then it is IMEX or the fabric.",
         place=re.compile(r"mnnvl\.cc"),
+        fabric=re.compile(r"p2p\.cc"),
         root=LIBRARY + 1,
     ),
     Cause(
@@ -129,7 +112,7 @@ CAUSES = (
     Cause(
         "network.ib-qp",
         "an RDMA queue pair that cannot be set up (ibv_modify_qp)",
-        re.compile(r"ibv_modify_qp failed"),
+        re.compile(r"ibv_modify_qp failed|modify QP to \w+"),
         "RDMA: a queue pair cannot be set up (ibv_modify_qp)",
         "",
         "See that the GID of that index exists in this container and is of RoCE v2 with the "
@@ -144,7 +127,7 @@ CAUSES = (
         "EFA's plug-in that does not start",
         re.compile(
             r"NET/OFI.{0,200}(?:[Ff]ail|[Ee]rror|[Uu]nable|[Cc]ouldn't|not found|No eligible"
-            r"|[Oo]nly EFA)"
+            r"|Unexpected|[Oo]nly EFA)"
             r"|aws-ofi-nccl initialization failed|No eligible providers"
         ),
         "EFA: the plug-in aws-ofi-nccl does not work here",
@@ -156,6 +139,51 @@ CAUSES = (
         "fi_info -p efa -t FI_EP_RDM; ls /dev/infiniband; fi_pingpong -p efa -e rdm PEER",
         "`Selected provider is efa` on every host.",
         root=LIBRARY,
+    ),
+    Cause(
+        "network.no-plugin",
+        "a network that is asked for by name, and cannot be used",
+        re.compile(r"Failed to initialize any NET plugin"),
+        "NCCL can use none of the networks that it may use (NCCL_NET, NCCL_NET_PLUGIN)",
+        "A network is asked for by name, so NCCL does not fall back: its devices are not visible "
+        "(a container without /dev/infiniband), or its library is not found.",
+        "Give the container the devices; or unset the variables, which gives sockets, as a check.",
+        "env | grep NCCL_; ls /dev/infiniband; ibv_devices; env -u NCCL_NET -u NCCL_NET_PLUGIN "
+        "COMMAND",
+        "`Using network IB` (or the plug-in's name) on every host.",
+        root=LIBRARY + 1,
+    ),
+    Cause(
+        "network.card-closed",
+        "a card that a process may not open",
+        re.compile(r"ibv_open_device failed|[Uu]nable to open device"),
+        "a card is there and cannot be opened; NCCL goes on without it",
+        "The system lists the card (/sys/class/infiniband), and its device file is missing or may "
+        "not be opened: the container was not given /dev/infiniband/uverbs*. What is left may be "
+        "sockets.",
+        "Give the container every device file of its cards, and let it lock memory.",
+        "ls -l /dev/infiniband /sys/class/infiniband; docker run --device=/dev/infiniband "
+        "--cap-add=IPC_LOCK --ulimit memlock=-1",
+        "All cards after `NET/IB : Using`.",
+        "warning",
+    ),
+    Cause(
+        "network.ib-request",
+        "a card that rejects what its peer sends (invalid request)",
+        re.compile(
+            r"async (?:fatal )?event.{0,80}invalid request|ompletion.*"
+            + _status(9, "IBV_WC_REM_INV_REQ_ERR")
+        ),
+        "RDMA: a card rejects what the peer sends (invalid request)",
+        "The request does not fit what this end prepared: another size (ranks in different "
+        "collectives), other versions of NCCL or of its plug-in on the two hosts, or firmware. "
+        "Errors 12 and 5 of others follow from it.",
+        "Run the same versions everywhere, without a net plug-in as a check, and let torch compare "
+        "the collectives.",
+        "NCCL_NET_PLUGIN=none TORCH_DISTRIBUTED_DEBUG=DETAIL COMMAND; ofed_info -s; "
+        "ibv_devinfo | grep fw_ver    # on both hosts",
+        "The setting with which it goes away.",
+        root=LIBRARY + 1,
     ),
     Cause(
         "network.ib-timeout",
@@ -175,7 +203,8 @@ CAUSES = (
         "network.ib-access",
         "a card that is refused GPU memory (error 4, vendor 81): mostly ACS",
         re.compile(
-            rf"ompletion.*(?:{_status(4, 'IBV_WC_LOC_PROT_ERR')}"
+            rf"async (?:fatal )?event.{{0,80}}access violation"
+            rf"|ompletion.*(?:{_status(4, 'IBV_WC_LOC_PROT_ERR')}"
             rf"|{_status(10, 'IBV_WC_REM_ACCESS_ERR')}|{_status(11, 'IBV_WC_REM_OP_ERR')})"
         ),
         "RDMA: a card is refused the memory (error 4, vendor 81)",
@@ -279,17 +308,6 @@ CAUSES = (
         root=FOLLOWS,
     ),
     Cause(
-        "run.gpu-memory",
-        "no GPU memory left for NCCL",
-        re.compile(r"(?:Cuda|CUDA|HIP) failure.*out of memory|Failed to CUDA (?:malloc|calloc)"),
-        "a GPU has no memory left for NCCL",
-        "NCCL takes some hundred MB per communicator and GPU.",
-        "Leave room: a smaller batch, fewer communicators, or smaller buffers.",
-        "export NCCL_BUFFSIZE=1048576",
-        "No such error.",
-        confidence="measured",
-    ),
-    Cause(
         "host.memlock",
         "memory that may not be locked",
         re.compile(r"ibv_\w+ failed.*Cannot allocate memory|Call to ibv_(?:create|reg)\w* failed"),
@@ -313,66 +331,156 @@ CAUSES = (
         "warning",
         "measured",
     ),
+    *GPU_CAUSES,
 )
 
 
-def follows(text: str, run_texts: dict[str, Warned]) -> bool:
+def follows(text: str, run: Run) -> bool:
     """Whether a warning only tells that something else had failed before."""
-    one = cause(text, run_texts)
+    one = cause(text, run)
     if one is not None:
         return one.root <= FOLLOWS
     return re.search(r"retcode \d|Failed to execute operation|Timeout waiting", text) is not None
 
 
-def cause(text: str, run_texts: dict[str, Warned]) -> Cause | None:
+def cause(text: str, run: Run) -> Cause | None:
     """What a warning means, None where nothing here knows."""
-    known = run_texts.get(text)
+    known = run.warnings.get(text)
     place = known.place if known else ""
     for one in CAUSES:
-        if one.pattern.search(text) or (one.place and one.place.search(place)):
-            if one.unless and any(one.unless.search(other) for other in run_texts):
+        if (
+            one.pattern.search(text)
+            or (one.place and one.place.search(place))
+            or (one.fabric and one.fabric.search(place) and _imported(text, run))
+        ):
+            if one.unless and any(one.unless.search(other) for other in run.warnings):
                 continue
             return one
     return None
 
 
+_REFUSED = re.compile(r"Cuda failure.*(?:invalid|not permitted|not supported|101\b)")
+
+
+def _imported(text: str, run: Run) -> bool:
+    """Whether a refused call can be one on the memory of another node's GPU."""
+    nodes = (s for s in run.evidence.signs if s.kind == "mnnvl" and "cliqueSize 1 " not in s.text)
+    return _REFUSED.search(text) is not None and any(nodes)
+
+
+def explained(run: Run) -> bool:
+    """Whether any warning or last word has a known cause that is no follower."""
+    texts = [*run.warnings, *(record.text for record, _ in run.ended if record.kind == "failed")]
+    known = (cause(text, run) for text in texts)
+    return any(one is not None and _explains(one) for one in known)
+
+
+def _explains(one: Cause) -> bool:
+    return one.severity == "problem" and one.root > FOLLOWS
+
+
+def meant(text: str) -> Cause | None:
+    """What the text of a program's own error means, where it is more than its words."""
+    return next((c for c in (*PROGRAM_CAUSES, *GPU_CAUSES) if c.pattern.search(text)), None)
+
+
 @check({one.id: one.meaning for one in CAUSES})
 def known_warnings(picture: Picture) -> Iterator[Finding]:
-    """Warnings whose cause is known, equal causes once."""
+    """Warnings and programs' errors whose cause is known, equal causes once."""
     groups: dict[str, list[Warned]] = {}
     texts: dict[str, str] = {}
     kinds: dict[str, Cause] = {}
-    for text, warning in picture.run.warnings.items():
-        if one := cause(text, picture.run.warnings):
+    run = picture.run
+    said = dict(run.warnings)
+    for record, where in run.ended:
+        if record.kind == "failed":
+            said.setdefault(record.text, Warned(1, where))
+    for text, warning in said.items():
+        if one := cause(text, run):
             groups.setdefault(one.id, []).append(warning)
             texts.setdefault(one.id, text)
             kinds[one.id] = one
+    before = fatal(run)
     for id, warnings in groups.items():
         one = kinds[id]
-        if id == "network.ib-timeout" and "network.ib-port" in groups:
+        if id == "network.ib-timeout" and groups.keys() & _BEFORE_TIMEOUT:
             continue  # it follows, and its own advice would mislead
+        if id == ANY and len(groups) > 1 and any(_explains(kinds[k]) for k in groups if k != ANY):
+            continue  # another cause says more
         who = _who(picture, warnings)
         of = f" on {who}" if who else ""
         times = count(sum(w.times for w in warnings), "time")
-        title, detail = one.title, one.detail
+        title, detail, command = one.title, one.detail, one.command
+        if card := _CARD.search(texts[id]):
+            command = command.replace("mlx5_0", card[1])
         if id == "network.ib-qp":
             title, detail = _queue_pair(texts[id])
+        elif id == ANY:
+            title = f"{title}: {texts[id][:100]}"
+        elif id == "network.card-closed" and (opened := _closed(run)):
+            title = title.replace("a card", opened, 1)
+        elif id == "run.collective-mismatch":
+            title += _mismatched(texts[id])
         elif id in ("network.ib-port", "run.gpu-memory") and who:
             if re.search(r"catastrophic|[Ff]atal|FATAL", texts[id]):
                 title = "a card failed, and its port with it"
             title = f"{who}: {title}"
+        root = one.root if one.severity == "problem" or one.root <= FOLLOWS else 0
+        if any(w is warning for w in warnings for warning in before) and root > FOLLOWS:
+            root += 1  # the last word of NCCL before it gave up
+        elif root > CONTEXT and _went_on(picture, warnings):
+            root = CONTEXT
+        severity = one.severity
+        if id == "network.nvls" and tried(run, warnings):
+            severity, root = "warning", CONTEXT if run.ended or run.evidence.waits else 0
+            title = (
+                "NVLink SHARP (NVLS, multicast) is not used: its set-up failed, and NCCL went on"
+            )
         yield Finding(
             id,
-            one.severity,
+            severity,
             title,
-            f"NCCL says so {times}{of}, first: {texts[id][:200]}. {detail}{_gid(picture, id)}",
+            f"The log says so {times}{of}, first: {texts[id][:200]}. {detail}{_gid(picture, id)}",
             one.confidence,
             tuple(sorted(w.where for w in warnings)[:5]),
             one.do,
-            one.command,
+            command,
             one.expect,
-            root=one.root if one.severity == "problem" or one.root <= FOLLOWS else 0,
+            root=root,
         )
+
+
+# What ends a connection, whose other end then gets no answer.
+_BEFORE_TIMEOUT = {"network.ib-port", "network.ib-request", "network.ib-access"}
+
+
+def _went_on(picture: Picture, warnings: list[Warned]) -> bool:
+    """Whether NCCL tried something, went on without it, and the run ended by a crash."""
+    evidence = picture.run.evidence
+    crashed = any(s.kind in ("segv", "sigbus") for s in evidence.signs) or any(
+        e.signal in (4, 7, 8, 11) for e in evidence.exits
+    )
+    processes = {process for w in warnings for process in w.processes}
+    return crashed and bool(picture.run.communicators) and not processes & gave_up(picture.run)
+
+
+def _closed(run: Run) -> str:
+    """The first card that could not be opened, as far as a warning names it."""
+    named = (re.search(r"open device (\w+)", text) for text in run.warnings)
+    return next((card[1] for card in named if card), "")
+
+
+def _mismatched(text: str) -> str:
+    """The rank or the sizes that a text of a mismatch names."""
+    if found := re.search(r"around rank (\d+)", text):
+        return f" (around rank {found[1]})"
+    if found := re.search(r"local size (\d+) remote size (\d+)", text):
+        return f" ({found[1]} bytes here, {found[2]} at the peer)"
+    return ""
+
+
+# A card that NCCL names: `NET/IB : mlx5_1:1 Got async event`, `on dev mlx5_bond_0:1`.
+_CARD = re.compile(r"(?:NET/IB ?: ?|\bdev |\bhca )([a-zA-Z][\w-]{2,40}):\d{1,3}\b")
 
 
 def _who(picture: Picture, warnings: list[Warned]) -> str:
@@ -425,7 +533,7 @@ def _queue_pair(text: str) -> tuple[str, str]:
     """Title and meaning of a refused ibv_modify_qp, by its error."""
     device = re.search(r"\bdev(?:ice)? (\w+(?::\d+)?)", text)
     of = f" on {device[1]}" if device else ""
-    after = text[text.find("ibv_modify_qp") :]
+    after = text[max(text.find("modify"), 0) :]
     for pattern, short, detail in _QUEUE_PAIRS:
         if re.search(pattern, after):
             return f"RDMA: a queue pair cannot be set up{of} (ibv_modify_qp: {short})", detail

@@ -86,7 +86,7 @@ def warnings(picture: Picture) -> Iterator[Finding]:
     texts = picture.run.warnings
     kinds: dict[str, list[tuple[str, Warned]]] = {}
     for text, warning in texts.items():
-        if cause(text, texts) is None:
+        if cause(text, picture.run) is None:
             kinds.setdefault(re.sub(r"nccl-\w+|0x\w+|\d+", "#", text), []).append((text, warning))
     ranked = sorted(kinds.values(), key=lambda found: -sum(w.times for _, w in found))
     for found in ranked[:5]:

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from evener.tools.analyze.evidence.records import Evidence, Exit, Raised, Sign
+from evener.tools.analyze.evidence.records import NO_OOM, Evidence, Exit, Raised, Sign
 from evener.tools.analyze.findings.base import (
     CRASHED,
     ENDED,
@@ -21,7 +21,8 @@ from evener.tools.analyze.findings.base import (
     Finding,
     check,
 )
-from evener.tools.analyze.findings.who import of_process, ranks, world_size
+from evener.tools.analyze.findings.causes import meant
+from evener.tools.analyze.findings.who import of_process, ranks, silent, world_size
 from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.words import names
 
@@ -37,9 +38,13 @@ _FOLLOWS = re.compile(
     r"|NCCL operation (?:timed out|failed)|unhandled system error|ncclInternalError|internal error"
     r"|ActorDiedError|RayActorError|WorkerCrashedError|worker died|The actor died|EOFError"
     r"|killed by signal: (?:Terminated|Aborted|Hangup)|\(code: 143\)|wait timeout|SystemExit"
-    r"|DistNetworkError|Rendezvous|not all ranks|CalledProcessError"
+    r"|DistNetworkError|Rendezvous|not all ranks|CalledProcessError|NCCL [Ee]rror(?: \d+:| in:|:)"
+    r"|server socket has failed to"
 )
 _CUDA = re.compile(r"CUDA error|CUDA out of memory|cuda runtime error|HIP error|CUBLAS|CUDNN")
+_SHM = re.compile(
+    r"shared memory\(shm\)|shared memory.*No space left|/torch_\S+.*(?:No space left|\(28\))"
+)
 _MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|HIP out of memory")
 _ECC = re.compile(r"uncorrectable ECC|NVLink.*uncorrectable|uncorrectable NVLink|GPU is lost", re.I)
 _NOT_READY = re.compile(r"system not yet initialized|SYSTEM_NOT_READY|error(?: code)?:? 802")
@@ -54,9 +59,12 @@ _SIGNALS = {
 
 def roots(evidence: Evidence) -> list[Raised]:
     """Exceptions that follow from no other process, the likely first one first."""
+    # Another reader knows more of these lines.
+    told = {d.where for d in evidence.desyncs} | {m.where for m in evidence.meetings}
     own = [
         r
         for r in evidence.raised
+        if r.where not in told
         if not _FOLLOWS.search(f"{r.name}: {r.text}") or _MEMORY.search(f"{r.name}: {r.text}")
     ]
     waited = {w.rank: w for w in evidence.waits}
@@ -153,6 +161,14 @@ def raised(picture: Picture) -> Iterator[Finding]:
             "uses it."
         )
         command = "nvidia-smi; export PYTORCH_ALLOC_CONF=expandable_segments:True"
+    elif _SHM.search(whole):
+        id = "host.shm-full"
+        title = f"/dev/shm is full or too small: {title}"
+        do = (
+            "Give the container more (Docker: --shm-size or --ipc=host; Kubernetes: an emptyDir "
+            "with medium Memory at /dev/shm), and remove files that no process uses."
+        )
+        command = "df -h /dev/shm; ls -la /dev/shm"
     elif _LAUNCH.search(whole):
         do = (
             "The line shown may be a later one: errors of kernels arrive late. Look for an Xid "
@@ -160,6 +176,9 @@ def raised(picture: Picture) -> Iterator[Finding]:
             "launches."
         )
         command = "dmesg -T | grep -i xid; CUDA_LAUNCH_BLOCKING=1 COMMAND"
+    elif known := meant(whole):
+        detail += f" It means: {known.title}. {known.detail}"
+        do, command = known.do, known.command
     if _CUDA.search(whole) and any(x for x in evidence.xids):
         root, command = CRASHED, ""
         do = "See the driver's error first."
@@ -200,6 +219,7 @@ def killed(evidence: Evidence) -> tuple[list[Sign], list[Exit]]:
     {
         "cause.killed": "a process that the system killed, mostly for host memory",
         "cause.host-gone": "a host or pod that was taken away, or failed",
+        "cause.worker-died": "a worker of Ray that died, and nothing here says why",
         "cause.stopped": "a launcher that was told to end, with no other reason in the files",
         "cause.crash": "a process that crashed (segmentation fault, bus error)",
         "host.link-down": "a network link of a host that went down",
@@ -233,6 +253,7 @@ def ended(picture: Picture) -> Iterator[Finding]:
             root=KILLED,
         )
     yield from _crashed(picture)
+    yield from _worker(evidence)
     yield from _system(picture)
     stopped = [r for r in evidence.raised if "SignalException" in r.name and "15" in r.text]
     if stopped and not evidence.waits and not evidence.exits and not roots(evidence):
@@ -262,6 +283,8 @@ def _killed(picture: Picture, signs: list[Sign], exits: list[Exit]) -> Finding:
         rank = sign.rank if sign.rank >= 0 else of_process(picture, sign.host, sign.pid)
         if rank >= 0:
             who.add(rank)
+    if not who and evidence.seen and len(alone := silent(picture)) == 1:
+        who.add(alone[0])
     hosts = sorted({s.host for s in signs if s.host} | {e.host for e in exits if e.host})
     where = tuple([s.where for s in signs[:3]] + [e.where for e in exits[:3]])
     of = f" on {names(hosts)}" if hosts else ""
@@ -275,6 +298,20 @@ def _killed(picture: Picture, signs: list[Sign], exits: list[Exit]) -> Finding:
         else "SIGKILL, mostly because no host memory was left"
     )
     detail = f"{signs[0].text[:240]}. " if signs else "The launcher reports signal 9 (SIGKILL). "
+    if not sure and exits and all(exit_.text == NO_OOM for exit_ in exits):
+        return Finding(
+            "cause.killed",
+            "problem",
+            f"{subject} {was} killed{of}: SIGKILL, and not for memory",
+            f"{detail}{NO_OOM.capitalize()}, so another program sent it: a user, the batch "
+            "system, or a health check.",
+            "measured",
+            where,
+            "See who ends processes there: the batch system's record of the job, other users.",
+            "sacct -j JOB -o State,ExitCode,Reason; last; ausearch -sc kill",
+            "No process ends by a signal.",
+            root=KILLED,
+        )
     detail += (
         "The kernel's out-of-memory killer or a container's limit ends a process so, without a "
         "word "
@@ -384,6 +421,31 @@ def _crashed(picture: Picture) -> Iterator[Finding]:
 
 
 LIBRARY_CRASH = CRASHED + 5
+
+
+def _worker(evidence: Evidence) -> Iterator[Finding]:
+    """A worker of Ray that is gone: Ray lists what it may have been, and does not know."""
+    died = [s for s in evidence.signs if s.kind == "worker-died"]
+    if not died:
+        return
+    pid = next((s.pid for s in died if s.pid > 0), -1)
+    who = f" (process {pid})" if pid > 0 else ""
+    limit = " It may have passed its pod's memory limit." if "memory limit" in died[0].text else ""
+    yield Finding(
+        "cause.worker-died",
+        "problem",
+        f"a worker process of Ray died{who}; what ended it is not in these lines",
+        f"{died[0].what[:240].strip() or died[0].text[:240]}.{limit} Ray only sees that the "
+        "connection to it ended: a kill for host memory, a crash, or an end from outside.",
+        "measured",
+        tuple(s.where for s in died[:5]),
+        "Look at that host's kernel log and at the worker's own files, which hold its last words.",
+        "dmesg -T | grep -iE 'killed process|oom|segfault|xid'; "
+        "ls -t /tmp/ray/session_latest/logs/worker-*.err | head; "
+        "kubectl describe pod POD | grep -A3 'Last State'",
+        "The signal or the exception that ended it.",
+        root=ENDED + 5,
+    )
 
 
 def _system(picture: Picture) -> Iterator[Finding]:

@@ -49,7 +49,7 @@ def _fabric(picture: Picture) -> Iterator[Finding]:
     yield Finding(
         "network.fabric-manager",
         "problem",
-        f"the Fabric Manager has not set up NVLink{of}: {signs[0].text[:100]}",
+        f"the Fabric Manager has not set up NVLink{of}: {signs[0].what or signs[0].text[:100]}",
         "On machines with NVSwitches the GPUs are of use only when the Fabric Manager has "
         "finished. It "
         "does not run, failed, or is of another version than the driver.",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evener.tools.analyze.evidence.records import GLOO
+from evener.tools.analyze.findings import live
 from evener.tools.analyze.findings.base import NAMED, UNDECIDED, Finding, check
+from evener.tools.analyze.findings.mismatch import mismatch, operation, waited
 from evener.tools.analyze.findings.who import ranks, world_size
 from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.stuck import Culprit, decide
@@ -33,13 +34,16 @@ def hung(picture: Picture) -> Iterator[Finding]:
     run = picture.run
     ended = [(record, where) for record, where in run.ended if record.kind == "hung"]
     culprit = decide(run.evidence, world_size(picture))
+    if culprit is not None and live.explains(run.evidence, culprit, world_size(picture)):
+        return
     if culprit is not None:
         yield finding(culprit, world_size(picture))
     elif ended:
+        at = next((r.line for r in run.evidence.raised if r.line), "")
         yield Finding(
             "run.hung",
             "problem",
-            "a collective did not end: a watchdog gave up",
+            "a collective did not end: a rank gave up waiting" + (f" at {at}" if at else ""),
             f"{ended[0][0].text.rstrip('.')}. Some rank did not take part, or its network stopped. "
             "The lines do not say which rank wrote them.",
             "measured",
@@ -54,26 +58,13 @@ def hung(picture: Picture) -> Iterator[Finding]:
 def finding(culprit: Culprit, size: int) -> Finding:
     """One culprit in words."""
     speak = {
-        "missing": _missing, "silent": _missing, "behind": _missing, "mismatch": _mismatch,
-        "size": _mismatch, "dtype": _mismatch, "ahead": _mismatch,
+        "missing": _missing, "silent": _missing, "behind": _missing, "mismatch": mismatch,
+        "size": mismatch, "dtype": mismatch, "ahead": mismatch,
         "cycle": _cycle, "inside": _inside,
     }.get(culprit.kind, _undecided)  # fmt: skip
     if not culprit.ranks and culprit.kind in ("missing", "silent", "behind"):
         speak = _undecided
     return speak(culprit, size)
-
-
-def _operation(culprit: Culprit) -> str:
-    """`ALLREDUCE 8042 of group 1 (dp)`."""
-    op = culprit.op or "a collective"
-    number = f" {culprit.seq}" if culprit.seq >= 0 else ""
-    group = culprit.group if culprit.group != GLOO else ""
-    known = f" of group {group}" if group and "default" not in group and group != "0" else ""
-    return f"{op}{number}{known}"
-
-
-def _waited(culprit: Culprit) -> str:
-    return f" for {culprit.waited_ms / 1000:.4g} s" if culprit.waited_ms > 0 else ""
 
 
 def _stack(culprit: Culprit) -> str:
@@ -84,7 +75,7 @@ def _stack(culprit: Culprit) -> str:
 
 
 def _missing(culprit: Culprit, size: int) -> Finding:
-    who, op = ranks(culprit.ranks), _operation(culprit)
+    who, op = ranks(culprit.ranks), operation(culprit)
     verb = "is" if len(culprit.ranks) == 1 else "are"
     others = ranks(culprit.waiting) if culprit.waiting else "the others"
     if culprit.source == "heartbeat monitors":
@@ -101,12 +92,12 @@ def _missing(culprit: Culprit, size: int) -> Finding:
         )
     elif culprit.kind == "behind":
         title = (
-            f"{who} {verb} behind: {others} waited{_waited(culprit)} in {op}, which {who} "
+            f"{who} {verb} behind: {others} waited{waited(culprit)} in {op}, which {who} "
             f"never issued"
         )
         detail = f"The numbers of {culprit.source} say so. "
     elif culprit.kind == "silent":
-        title = f"{who} never joined {op}: {others} waited in it{_waited(culprit)} and timed out"
+        title = f"{who} never joined {op}: {others} waited in it{waited(culprit)} and timed out"
         detail = (
             f"{count(len(culprit.waiting), 'rank')} of "
             f"{size or len(culprit.waiting) + len(culprit.ranks)} "
@@ -115,7 +106,7 @@ def _missing(culprit: Culprit, size: int) -> Finding:
             "it: a rank that waits complains, the one that is missing does not. "
         )
     else:
-        title = f"{who} never joined {op}: {others} waited in it{_waited(culprit)}"
+        title = f"{who} never joined {op}: {others} waited in it{waited(culprit)}"
         detail = f"{culprit.source.capitalize()} say so. "
     if not culprit.sure and culprit.kind == "silent":
         detail += f"If the log of {who} is only missing here, give it too. "
@@ -136,61 +127,13 @@ def _missing(culprit: Culprit, size: int) -> Finding:
     )
 
 
-def _mismatch(culprit: Culprit, size: int) -> Finding:
-    who = ranks(culprit.ranks) if culprit.ranks else ranks(culprit.waiting)
-    op = _operation(culprit)
-    what = {"size": "other sizes", "dtype": "another type"}.get(culprit.kind, "another operation")
-    if culprit.kind == "ahead":
-        title = (
-            f"{who} left the order: finished collective {culprit.seq}, in which "
-            f"{ranks(culprit.waiting)} wait, and waits in {culprit.theirs}"
-        )
-        detail = "By the numbers of the watchdogs: what it finished was another operation."
-    elif not culprit.ranks or len(culprit.ranks) == size == 2 or culprit.source.startswith("TORCH"):
-        one = ranks(culprit.ranks or culprit.waiting)
-        title = f"{one} ran different collectives under one number ({op}), and waited for ever"
-        said = culprit.others if not culprit.theirs else f"{culprit.theirs}; {culprit.others}"
-        detail = f"{said}. No majority says which of them is wrong."
-    elif culprit.kind == "mismatch":
-        title = (
-            f"{who} ran {culprit.theirs} where {ranks(culprit.waiting)} ran {culprit.others} "
-            f"(collective {culprit.seq}), and all waited{_waited(culprit)}"
-        )
-        detail = f"{culprit.source.capitalize()} say so."
-    else:
-        title = (
-            f"{who} brought {what} to {op}: {culprit.theirs} where {ranks(culprit.waiting)} "
-            f"brought {culprit.others}, so it never ended"
-        )
-        detail = f"{culprit.source.capitalize()} say so. NCCL does not check sizes or types."
-    if culprit.frame or culprit.own_frame:
-        detail += (
-            f" {who.capitalize()}: {culprit.own_frame or '?'}; the others: {culprit.frame or '?'}."
-        )
-    return Finding(
-        "cause.mismatch",
-        "problem",
-        title,
-        detail + " The order of collectives differs between ranks: a branch, a skipped batch, "
-        "or parameters in another order.",
-        "measured" if culprit.sure else "inferred",
-        culprit.where,
-        f"Find where {who} leave{'s' if len(culprit.ranks) == 1 else ''} the order: decide such "
-        "branches together on all ranks (gather the flag first). One run with the check on names "
-        "the first call that differs.",
-        "export TORCH_DISTRIBUTED_DEBUG=DETAIL    # slow: for one run",
-        "The same operation, size and type on every rank.",
-        root=NAMED,
-    )
-
-
 def _cycle(culprit: Culprit, _size: int) -> Finding:
     return Finding(
         "cause.deadlock",
         "problem",
         f"{ranks(culprit.ranks)} hang in a deadlock: each waits in another group for one of the "
         f"others",
-        f"Flight recorders say so, for instance in {_operation(culprit)}.{_stack(culprit)}",
+        f"Flight recorders say so, for instance in {operation(culprit)}.{_stack(culprit)}",
         "measured",
         culprit.where,
         "Let all ranks use their groups in the same order.",
@@ -205,8 +148,8 @@ def _inside(culprit: Culprit, _size: int) -> Finding:
         "cause.inside",
         "problem",
         f"a collective did not end: all {len(culprit.waiting)} ranks that left a record are inside "
-        f"{_operation(culprit)}",
-        f"Every rank issued it{_waited(culprit).replace(' for', ' and waited')}, so the order "
+        f"{operation(culprit)}",
+        f"Every rank issued it{waited(culprit).replace(' for', ' and waited')}, so the order "
         f"of calls "
         "is not the cause: a link, a card, a GPU or a peer stopped below. What says which is "
         "not in "
@@ -226,14 +169,20 @@ def _undecided(culprit: Culprit, size: int) -> Finding:
     known = count(len(culprit.waiting), "rank")
     of = f" of {size}" if size > len(culprit.waiting) else ""
     absent = f" ({ranks(culprit.among)} left no line)" if culprit.among else ""
+    note = f" But {culprit.theirs}." if culprit.theirs else ""
+    if len(culprit.waiting) > 1 and culprit.waiting == tuple(range(len(culprit.waiting))):
+        note += (
+            f" If the job has no rank but these {len(culprit.waiting)}, nobody is missing: then a "
+            "link, a card or a GPU stopped below; look at the kernel's log of each host."
+        )
     return Finding(
         "run.hung",
         "problem",
         f"a collective did not end: {known}{of} timed out in "
-        f"{_operation(culprit)}{_waited(culprit)}; "
+        f"{operation(culprit)}{waited(culprit)}; "
         "which rank is missing is not decided",
         f"{ranks(culprit.waiting).capitalize()} waited{absent}. The ranks that waited say so; the "
-        "one that is missing does not, and too few logs are here to tell.",
+        f"one that is missing does not, and too few logs are here to tell.{note}",
         "measured",
         culprit.where,
         "Give the logs of all ranks, or flight recorders' dumps: then the rank that is missing has "

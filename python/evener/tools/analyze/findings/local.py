@@ -14,7 +14,7 @@ from evener.tools.analyze.words import count, names
 def inside_host(picture: Picture) -> Iterator[Finding]:
     """NET edges whose two ends are on one host."""
     world = picture.world
-    if world is None:
+    if world is None or picture.same_names:
         return
     inside = [
         edge

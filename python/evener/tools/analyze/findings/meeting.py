@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from evener.tools.analyze.evidence.records import Meeting
-from evener.tools.analyze.findings.base import CRASHED, MEETING, Finding, check
+from evener.tools.analyze.findings.base import CRASHED, ENDED, MEETING, Finding, check
 from evener.tools.analyze.findings.deaths import roots
 from evener.tools.analyze.picture import Picture
 
@@ -43,7 +43,9 @@ def met(picture: Picture) -> Iterator[Finding]:
         about = any(_ABOUT.search(f"{r.name} {r.text}") for r in run.evidence.raised)
         if not about and (went_on or others):
             return
-    found = [m for m in found if not m.warning] or found
+    unnamed = {m.host for m in found if m.kind == "name" and m.host}
+    # That a name does not resolve is only warned of; it is why the connection then fails.
+    found = [m for m in found if not m.warning or m.host in unnamed] or found
     if not found:
         return
     one = min(found, key=lambda m: (_ORDER.index(m.kind), not m.port))
@@ -54,6 +56,8 @@ def met(picture: Picture) -> Iterator[Finding]:
     real = roots(picture.run.evidence)
     root = CRASHED if worked or (real and one.kind in ("short", "closed")) else MEETING
     root = 0 if only and not run.evidence.raised else root
+    if one.kind == "closed" and any(r.where < one.where for r in run.evidence.raised):
+        root = ENDED + 1  # the launcher's second try, after what ended the first
     if one.kind == "port":
         yield _port(port or "of the store", one, where, MEETING)
     elif one.kind == "name" or (one.kind in ("timeout", "refused") and _container(host)):
@@ -136,6 +140,21 @@ def _silent(host: str, port: str, one: Meeting, where: tuple[int, ...], root: in
             where,
             "Start all nodes anew with one --rdzv-id and the same --nnodes.",
             "torchrun --rdzv-id=NEW ...",
+            "All nodes join.",
+            root=root,
+        )
+    if one.kind == "timeout" and not host:
+        return Finding(
+            "cause.rendezvous",
+            "problem" if root else "warning",
+            "not all nodes came to the rendezvous in time",
+            f"It says: {one.text[:240]}. This node waited; which others did not come is not in its "
+            "lines: they did not start, wait at another address, or cannot reach this one.",
+            "measured",
+            where,
+            "Look at the launchers of the other nodes; start all with the same --nnodes, --rdzv-id "
+            "and --rdzv-endpoint.",
+            "getent hosts MASTER; nc -vz MASTER PORT    # from each node",
             "All nodes join.",
             root=root,
         )

@@ -32,6 +32,12 @@ def _between_hosts(picture: Picture) -> bool:
     return any(host.used for host in _hosts(picture))
 
 
+_NO_CARD = (
+    " NCCL found no RDMA device there: if the host has cards, its container was not given "
+    "/dev/infiniband."
+)
+
+
 @check({"network.one-stream": "NCCL's sockets with one TCP stream per connection"})
 def sockets(picture: Picture) -> Iterator[Finding]:
     """NCCL's socket transport between hosts, and how many streams it opens."""
@@ -55,7 +61,8 @@ def sockets(picture: Picture) -> Iterator[Finding]:
             "one TCP stream per connection",
             f"{_named(found)}: NCCL's sockets with {count(threads, 'thread')} and "
             f"{count(per_thread, 'socket')} per thread. One stream is capped by one core, by "
-            "clouds (5 to 25 Gb/s per flow), and a hash puts it on one path.",
+            "clouds (5 to 25 Gb/s per flow), and a hash puts it on one path."
+            + (_NO_CARD if any(network == "IB" for network, _ in host.absent) else ""),
             "measured" if host.sockets else "inferred",
             (where,) if where else (),
             "Use Evener's transport, or at least several sockets (NCCL_SOCKET_NTHREADS=4 "
@@ -144,6 +151,7 @@ def gpu_direct(picture: Picture) -> Iterator[Finding]:
             reasons.append(f"One pair is too far apart: distance {far.distance} above {far.limit}.")
     if not found:
         return
+    found.sort(key=lambda host: host.indirect_where)
     level = sorted(picture.run.settings.get("NCCL_NET_GDR_LEVEL", {}))
     if level:
         reasons.append(f"NCCL_NET_GDR_LEVEL is set to {', '.join(level)}.")
@@ -442,7 +450,22 @@ def counts(picture: Picture) -> Iterator[Finding]:
     world = picture.world
     if world is None or not world.nodes or not world.size:
         return
-    if len(world.members) == world.size and world.nodes != len(world.hosts()):
+    if picture.same_names:
+        yield Finding(
+            "network.node-count",
+            "warning",
+            f"several machines have one name: NCCL counts {count(world.nodes, 'node')}, the log "
+            f"has {count(len(world.hosts()), 'name')}",
+            f"Names of ranks {ranges(world.members)}: {', '.join(world.hosts())}. NCCL tells nodes "
+            "apart by their boot id too, the log only by their name: pairs between hosts of one "
+            "name are left out here.",
+            "measured",
+            (world.where,),
+            "Give each host a name of its own.",
+            "hostname; cat /proc/sys/kernel/random/boot_id    # on each host",
+            "As many names as nodes.",
+        )
+    elif len(world.members) == world.size and world.nodes != len(world.hosts()):
         yield Finding(
             "network.node-count",
             "warning",

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 
 from evener.tools.analyze.findings.base import ENDED, Finding, Severity, check
-from evener.tools.analyze.findings.causes import follows
-from evener.tools.analyze.findings.who import ranks
+from evener.tools.analyze.findings.causes import explained, follows
+from evener.tools.analyze.findings.gave_up import failing
+from evener.tools.analyze.findings.result import bare
+from evener.tools.analyze.findings.who import ranks, world_size
 from evener.tools.analyze.model import Process, Run
 from evener.tools.analyze.parse.failures import RESULTS, Ended
 from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.words import count, names, ranges
-
-# Where a trail that reaches these files starts, NCCL gave the call up. Networks that are only tried
-# leave trails in net.cc, net_ib.cc and socket.cc.
-_GIVEN_UP = ("init", "group", "enqueue", "proxy", "transport", "bootstrap")
-# Warnings after which nothing goes on, where no trail follows (NCCL_DEBUG=WARN, excerpts).
-_FATAL = (
-    "Cuda failure", "Got completion", "Error while creating shared memory",
-    "Error while attaching to shared memory", "Duplicate GPU", "Socket recv failed",
-    "Connection closed by remote peer", "Timeout waiting", "Mismatched collective",
-    "Message truncated", "unhandled", "posix_fallocate failed", "failed to extend",
-)  # fmt: skip
-
 
 _WAITS: tuple[tuple[str, Severity, str, str, str], ...] = (
     (
@@ -44,23 +34,6 @@ _WAITS: tuple[tuple[str, Severity, str, str, str], ...] = (
 )
 
 
-def failing(run: Run) -> dict[Process, int]:
-    """Processes whose NCCL gave up, and where their first trail or fatal warning stands."""
-    found: dict[Process, int] = {}
-    warned = {process for warning in run.warnings.values() for process in warning.processes}
-    for process, trail in run.trails.items():
-        up = [where for step, where in trail if PurePosixPath(step.file).stem in _GIVEN_UP]
-        if up and all(step.code in (3, 7) for step, _ in trail) and process not in warned:
-            continue  # an abort that the program asked for, or `in progress`
-        if up or process in warned:
-            found[process] = trail[0][1]
-    for text, warning in run.warnings.items():
-        if any(fatal in text for fatal in _FATAL):
-            for process in warning.processes:
-                found[process] = min(found.get(process, warning.where), warning.where)
-    return found
-
-
 @check(
     {
         "run.failed": "a call of NCCL, a rank or the job ended with an error",
@@ -75,17 +48,20 @@ def ended(picture: Picture) -> Iterator[Finding]:
     for record, where in run.ended:
         kinds.setdefault(record.kind, []).append((record, where))
     said = kinds.get("failed", [])
-    yield from _waited(kinds, run)
+    yield from _waited(kinds, picture)
     processes = failing(run)
     if not processes and not said:
         return
     hosts = sorted({host for host, _ in processes if host})
     warnings = [
-        (follows(text, run.warnings), w.where, text)
+        (follows(text, run), w.where, text)
         for text, w in run.warnings.items()
         if set(w.processes) & set(processes)
     ]
     first = min(warnings)[1:] if warnings and not min(warnings)[0] else None
+    unnamed = [(w.where, text) for text, w in run.warnings.items() if not w.processes]
+    if first is None and unnamed and not follows(min(unnamed)[1], run):
+        first = min(unnamed)  # what torch repeats of NCCL's last error
     codes = sorted(
         {s.code for p in processes for s, _ in run.trails.get(p, []) if s.code in RESULTS}
     )
@@ -102,40 +78,76 @@ def ended(picture: Picture) -> Iterator[Finding]:
         parts.append(f"{many} gave up{of}.")
     evidence = [first[0]] if first else []
     evidence += sorted(processes.values())[:3] + [where for _, where in said[:3]]
+    title, root, command = "the run failed", ENDED, ""
+    if not explained(run):
+        if first and len(kinds.get("hung", [])) == 0:
+            title = f"the run failed, and NCCL says: {first[1][:110].rstrip('. ')}"
+        elif peers := _peers(run, processes):
+            who = names(hosts) if hosts else "a process"
+            title = f"the run failed: {who} only lost the connection to {peers}"
+            parts.append("What ended first is there, or between them.")
+        elif not run.nccl_lines and (known := bare(run)):
+            title, meaning, command, root = known
+            parts.append(meaning)
     yield Finding(
         "run.failed",
         "problem",
-        "the run failed",
+        title,
         " ".join(parts),
         "measured",
         tuple(evidence),
         "Mend what the earliest error says; errors of other ranks mostly follow from it. No "
         "bandwidth of this run counts.",
-        "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV NCCL_DEBUG_FILE=nccl.%h.%p.log",
+        "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV NCCL_DEBUG_FILE=nccl.%h.%p.log"
+        + (f"; {command}" if command else ""),
         "A run that ends with status 0.",
-        root=ENDED,
+        root=root,
     )
 
 
-def _waited(kinds: dict[str, list[tuple[Ended, int]]], run: Run) -> Iterator[Finding]:
+def _peers(run: Run, processes: dict[Process, int]) -> str:
+    """The peers that closed connections, without those that noticed an end themselves."""
+    own = {host for host, _ in processes}
+    found = {
+        peer[1]
+        for text in run.warnings
+        if (peer := re.search(r"closed by remote peer ([\w.:-]{1,200}?)<", text))
+    }
+    others = sorted(p for p in found if not any(host and p.startswith(host) for host in own))
+    return names(others) if others else ""
+
+
+def _waited(kinds: dict[str, list[tuple[Ended, int]]], picture: Picture) -> Iterator[Finding]:
     for kind, severity, title, detail, do in _WAITS:
         found = kinds.get(kind, [])
         if found:
             yield Finding(
                 f"run.{'time-limit' if kind == 'limit' else kind}",
                 severity,
-                title,
-                f"{found[0][0].text.rstrip('.')}. {detail}{_missing(kind, run)}",
+                (kind == "stalled" and _stalled(picture)) or title,
+                f"{found[0][0].text.rstrip('.')}. {detail}",
                 "measured",
                 tuple(where for _, where in found[:5]),
                 do,
             )
 
 
-def _missing(kind: str, run: Run) -> str:
-    """The ranks that Horovod names as missing."""
-    missing = {r for d in run.evidence.desyncs if d.kind == "stalled" for r in d.ranks}
-    return f" Missing: {ranks(missing)}." if kind == "stalled" and missing else ""
+def _stalled(picture: Picture) -> str:
+    """Whom Horovod's report names, empty where it names nobody."""
+    reports = picture.run.evidence.desyncs
+    missing = {r for d in reports if d.kind == "stalled" for r in d.ranks}
+    ready = {d.ranks: d.text for d in reports if d.kind == "ready"}
+    sets = sorted((set(r) for r in ready), key=len)
+    if len(sets) > 1 and not sets[0] & sets[-1]:
+        return (
+            f"{ranks(sets[0])} and {ranks(sets[-1])} wait in different tensors of Horovod: "
+            f"{ready[next(r for r in ready if set(r) == sets[0])][:60]} is not what the others "
+            "offer"
+        )
+    if sets and not missing:
+        came = set.intersection(*sets)
+        missing = set(range(max(world_size(picture), max(sets[-1]) + 1))) - came
+    return f"Horovod reports ranks that waited for {ranks(missing)}" if missing else ""
 
 
 @check(

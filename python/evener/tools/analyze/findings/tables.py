@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from evener.tools.analyze.findings.base import Finding, check
@@ -10,6 +11,9 @@ from evener.tools.analyze.picture import Bandwidth, Picture
 from evener.tools.analyze.words import count
 
 _APART = 3.0
+_NO_NVLINK = re.compile(
+    r"GeForce RTX (?:40|50)\d\d|\b(?:L4|L40S?|A2|A10G?|A16|T4)\b|RTX \w* ?6000 Ada|RTX 6000 Ada"
+)
 
 
 def islands(matrix: Matrix) -> list[tuple[str, ...]]:
@@ -30,6 +34,7 @@ def islands(matrix: Matrix) -> list[tuple[str, ...]]:
 
 @check(
     {
+        "bandwidth.pcie-only": "GPUs of a host that no NVLink joins",
         "bandwidth.nvlink-islands": "NVLink joins GPUs in pairs or groups only, and a run "
         "crosses them",
         "bandwidth.tables-differ": "runs on the same hosts whose peaks are far apart",
@@ -42,11 +47,51 @@ def several(picture: Picture) -> Iterator[Finding]:
     for matrix, where in picture.run.matrices:
         joined = islands(matrix)
         largest = max((len(one) for one in joined), default=0)
+        if largest == 1 < len(joined):
+            yield _pcie(matrix, inside, where)
+            return
         if len(joined) < 2 or largest < 2:
             continue
         yield from _islands(joined, largest, inside, where)
         return
+    names = {d.name for t in inside for d in t.table.devices.values()}
+    if names and not picture.run.matrices and all(_NO_NVLINK.search(name) for name in names):
+        yield _pcie(None, inside, inside[0].peak_where, sorted(names)[0])
     yield from _apart(tables)
+
+
+_WAYS = {
+    "PIX": "through a PCIe switch (PIX)", "PXB": "through several PCIe switches (PXB)",
+    "PHB": "through the CPU (PHB)", "NODE": "through the CPU, between its PCIe bridges (NODE)",
+    "SYS": "from one CPU to the other (SYS)",
+}  # fmt: skip
+
+
+def _pcie(matrix: Matrix | None, inside: list[Bandwidth], where: int, name: str = "") -> Finding:
+    """GPUs that reach one another over PCIe: no fault, and the reason for what a run reaches."""
+    gpus = matrix.gpus() if matrix else []
+    cells = (
+        {matrix.cells.get((a, b), "") for a in gpus for b in gpus if a != b} if matrix else set()
+    )
+    ways = [text for key, text in _WAYS.items() if key in cells]
+    peak = max((t.peak for t in inside), default=0.0)
+    rate = f", {peak:.4g} GB/s" if peak else ""
+    far = bool(cells & {"SYS", "NODE"})
+    how = "; ".join(ways) or f"{name} has none"
+    return Finding(
+        "bandwidth.pcie-only",
+        "warning" if far or (peak and matrix) else "note",
+        f"no NVLink joins the GPUs: they reach one another over PCIe only ({how}){rate}",
+        "A ring is as fast as its slowest hop. PCIe gives a small part of NVLink's rate, less "
+        "through a CPU and least from one CPU to the other; without peer access bytes also go "
+        "through host memory. Nothing is broken.",
+        "measured" if matrix else "inferred",
+        (where, *(t.peak_where for t in inside[:1])),
+        "Keep what talks most on GPUs that are near one another, and see that peer access is on. "
+        "Send less: larger batches between updates, or gradients of fewer bits.",
+        "nvidia-smi topo -m; nvidia-smi topo -p2p r; nvidia-smi nvlink --status",
+        "OK for every pair, and `via P2P` in NCCL's log.",
+    )
 
 
 def _islands(

@@ -22,6 +22,16 @@ def world_size(picture: Picture) -> int:
     return max([run.evidence.world, *sizes], default=0)
 
 
+def silent(picture: Picture) -> list[int]:
+    """The ranks that left no error where others did, if they are half of the job at most."""
+    evidence = picture.run.evidence
+    spoke = {one.rank for one in evidence.raised if one.rank >= 0}
+    sizes = [world_size(picture), *(one.world for one in evidence.seen)]
+    size = max([*sizes, *(rank + 1 for rank in {*spoke, *evidence.ranks})])
+    found = sorted(set(range(size)) - spoke) if spoke else []
+    return found if len(found) * 2 <= size else []
+
+
 def of_process(picture: Picture, host: str, pid: int) -> int:
     """The rank of a process, -1 where nothing tells. A host that is not named fits any."""
     found = set()

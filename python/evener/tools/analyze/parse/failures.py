@@ -25,7 +25,8 @@ RESULTS = {
 }
 _HUNG = re.compile(
     rb"Watchdog caught collective operation timeout|collective operation timeout: WorkNCCL"
-    rb"|HeartbeatMonitor.{0,80}stuck"
+    rb"|HeartbeatMonitor.{0,80}stuck|Timed out waiting \d+ ?ms for (?:recv|send) operation"
+    rb"|DeepEP timeout"
 )
 _LIMIT = re.compile(rb"(?:CANCELLED|JOB).{0,60}DUE TO TIME LIMIT")
 _STALLED = re.compile(rb"tensors were submitted to be reduced, gathered or broadcasted by subset")
@@ -37,12 +38,16 @@ _FAILED = re.compile(
     rb"|(?:mpirun|mpiexec|prterun|orterun)[\w ]* (?:noticed that process|has exited due to)"
     rb"|process returned a non-zero exit code|MPI_ABORT was invoked|BAD TERMINATION OF ONE OF"
     rb"|srun: error: .*(?:Exited with exit code [1-9]|Segmentation|Killed|Aborted|Terminated)"
-    rb"|exited on signal \d|ChildFailedError"
+    rb"|exited on signal \d|ChildFailedError|(?:Cuda|HIP) failure [\w./]+:\d+ '"
+    rb"|NET/OFI .{0,60}(?:Couldn't|Unable|fail)"
+    rb"|gloo/\S{1,80}\.cc:\d+\]|Gloo connect\w* failed|ibv_modify_qp failed|modify QP to \w+:"
 )
 _KINDS = (("hung", _HUNG), ("limit", _LIMIT), ("stalled", _STALLED), ("failed", _FAILED))
 _WORDS = (
     b"NCCL", b"nccl", b"signal", b"non-zero", b"MPI_ABORT", b"srun: ", b"TERMINATION", b"Test ",
     b"TIME LIMIT", b"by subset", b"noticed", b"ChildFailed", b"exited due", b"stuck",
+    b"Timed out waiting", b"DeepEP timeout", b" failure ", b"loo", b"odify",
+    b"NET/OFI",
 )  # fmt: skip
 
 

@@ -41,6 +41,10 @@ _OTHER = frozenset(
 )  # fmt: skip
 
 
+# Damaged, cut, encrypted, or packed in a way that Python does not know.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, OSError)
+
+
 class UnreadableError(UsageError):
     """A file that cannot be read, or that is none of the formats."""
 
@@ -110,7 +114,9 @@ def _archive(path: Path) -> list[Input]:
     except (OSError, zipfile.BadZipFile) as error:
         raise UnreadableError(f"{path}: {error}", "give a whole zip file") from None
     inputs = []
-    for info in archive.infolist()[:_FILES]:
+    if len(archive.infolist()) > _FILES:
+        raise UnreadableError(f"{path}: more than {_FILES} files", "give the logs of one run")
+    for info in archive.infolist():
         if info.is_dir() or Path(info.filename).suffix.lower() in _OTHER:
             continue
         if info.file_size > _BOMB_SIZE and info.file_size > _BOMB_RATIO * max(
@@ -122,7 +128,7 @@ def _archive(path: Path) -> list[Input]:
 
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Callable[[], BinaryIO]:
-    return lambda: cast(BinaryIO, archive.open(info))
+    return lambda: cast(BinaryIO, _Member(archive, info))
 
 
 def _bomb(name: Path) -> UnreadableError:
@@ -130,6 +136,36 @@ def _bomb(name: Path) -> UnreadableError:
         f"{name}: it unpacks to more than {_BOMB_RATIO} times its size, which no log does",
         "unpack it yourself and look at what it is",
     )
+
+
+class _Member:
+    """One file of an archive. What is damaged in it ends it; where nothing could be read, that is
+    an error."""
+
+    def __init__(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+        self._name, self._some = f"{archive.filename}/{info.filename}", False
+        try:
+            self._file = archive.open(info)
+        except _DAMAGED as error:
+            raise self._refused(error) from None
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            part = self._file.read(size)
+        except _DAMAGED as error:
+            if self._some:
+                return b""
+            raise self._refused(error) from None
+        self._some = True
+        return part
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _refused(self, error: Exception) -> UnreadableError:
+        return UnreadableError(
+            f"{self._name}: cannot be unpacked ({error})", "give a whole zip file"
+        )
 
 
 class Stream:
@@ -140,7 +176,7 @@ class Stream:
         self._file = given.open()
         self._raw = _Peeked(self._file)
         self._next: Callable[[int], bytes] = self._unpacked()
-        self._rest = b""
+        self._rest, self._at = b"", 0
         self.head = self._take(_HEAD)
         self._rest = self.head
         if decode := _encoding(self.head):
@@ -163,7 +199,10 @@ class Stream:
     def read(self, size: int) -> bytes:
         """The next bytes, at most `size` and one decoded character; empty at the end."""
         if self._rest:
-            rest, self._rest = self._rest[:size], self._rest[size:]
+            rest = self._rest[self._at : self._at + size]
+            self._at += size
+            if self._at >= len(self._rest):
+                self._rest, self._at = b"", 0
             return rest
         return self._next(size)
 
@@ -174,7 +213,7 @@ class Stream:
             parts.append(part)
             total += len(part)
         whole = b"".join(parts)
-        self._rest = whole
+        self._rest, self._at = whole, 0
         return whole
 
     def _take(self, size: int) -> bytes:

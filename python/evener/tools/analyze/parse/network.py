@@ -47,7 +47,8 @@ _PEERS = re.compile(
     rb"P2P is disabled between (?:connected )?GPUs|(?:Could not|Cannot) enable P2P between dev"
     rb"|P2P not supported between|[Pp]eer access is not supported"
 )
-_OOB = re.compile(rb"OOB ([^\s:]+):")
+_OOB = re.compile(rb"OOB ([^\s:]+):([^\s<]+)<")
+_BOOTSTRAP = re.compile(rb"Bootstrap ?: Using (?:\[\d+\])?[^\s:]+:([^\s<]+)<")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,15 @@ class Cards:
     network: str
     cards: tuple[Card, ...]
     oob: str
+    address: str
+    """The out-of-band interface's, where the line names one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address at which a process meets the others."""
+
+    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +164,18 @@ class NoPeers:
 
 
 Network = (
-    Cards | Using | Loaded | Sockets | Direct | Far | Env | Absent | Provider | Speed | NoPeers
+    Cards
+    | Address
+    | Using
+    | Loaded
+    | Sockets
+    | Direct
+    | Far
+    | Env
+    | Absent
+    | Provider
+    | Speed
+    | NoPeers
 )
 
 
@@ -166,7 +187,10 @@ def network(message: bytes) -> Network | None:
             _text(found[1]).strip(),
             tuple(_card(int(i), _text(name)) for i, name in _CARD.findall(found[2])),
             _text(oob[1]) if oob else "",
+            _text(oob[2]) if oob else "",
         )
+    if found := _BOOTSTRAP.match(message):
+        return Address(_text(found[1]))
     if found := _SOCKETS.match(message):
         return Sockets(int(found[1]), int(found[2]))
     if found := _LOADED.match(message):

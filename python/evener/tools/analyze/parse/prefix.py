@@ -20,6 +20,7 @@ from dataclasses import dataclass
 _SOURCE = re.compile(rb"(<[\w .-]{1,80}>(?=:\d)|[\w.-]*):(\d{1,10}):(\d{1,10}) \[(-?\d{1,5})\]")
 _STREAM = re.compile(rb"<std(?:out|err)>$")
 _NAMELESS = re.compile(rb"^\s*(?:[\w.-]+ )?\[(\d{1,5})\]\s*$")
+_LINKS = re.compile(rb"\[([^\]\s]{1,200})\]\(https?://[^)\s]{1,300}\)")
 _ESCAPES = re.compile(
     rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[=>()][0-9A-Z]?)"
 )
@@ -65,8 +66,15 @@ def source(prefix: bytes) -> Source | None:
 
 
 def plain(data: bytes) -> bytes:
-    """Text without colours and what else moves a terminal's cursor."""
-    return _ESCAPES.sub(b"", data)
+    """Text as it was printed: without colours and what else moves a terminal's cursor, without
+    links that a forum made of file names and addresses, and with its own angle brackets."""
+    if b"\x1b" in data:
+        data = _ESCAPES.sub(b"", data)
+    if b"](http" in data:
+        data = _LINKS.sub(rb"\1", data)
+    if b"&gt;" in data:
+        data = data.replace(b"&lt;", b"<").replace(b"&gt;", b">").replace(b"&amp;", b"&")
+    return data
 
 
 def stream(lead: bytes) -> bytes:

@@ -65,6 +65,10 @@ def report(document: dict[str, Any]) -> Iterator[Device | Row | Starting | Summa
             yield Summary(what, read)
 
 
+RCCL = b'"algBw"'
+"""What is in the lines that `rccl_lines` reads."""
+
+
 def rccl_lines(text: bytes) -> list[Row | Starting]:
     """The records of rccl-tests' JSON lines; none where `text` is something else."""
     found: list[Row | Starting] = []

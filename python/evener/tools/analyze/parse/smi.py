@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 _ESCAPES = re.compile(rb"\x1b\[[0-9;]*m")
 _LABEL = re.compile(r"^(?:GPU\d{1,3}|NIC\d{1,3}|mlx\d_\w+|[a-z]{3,6}_\w+|eth\d+)$")
-_LEGEND = re.compile(r"^\s*(NIC\d{1,3}): (\S+)\s*$")
+_LEGEND = re.compile(r"(?:^|\s)(NIC\d{1,3}): (\S+)\s*$")
 _DISTANCE = re.compile(r"^(?:X|PIX|PXB|PHB|NODE|SYS|NV\d{1,3})$")
 
 
@@ -40,9 +40,10 @@ def head(line: bytes) -> Matrix | None:
     """A new matrix where `line` is the head of one."""
     if b"GPU0" not in line:
         return None
-    words = _plain(line).split()
-    if not words or words[0] != "GPU0" or "X" in words:
-        return None
+    before, _, after = _plain(line).partition("GPU0")
+    words = ["GPU0", *after.split()]
+    if "X" in words or (before.strip() and not (words[1:] and _LABEL.match(words[1]))):
+        return None  # in a sentence or a row
     columns = []
     for word in words:
         if not _LABEL.match(word):
@@ -54,10 +55,13 @@ def head(line: bytes) -> Matrix | None:
 def row(line: bytes, matrix: Matrix) -> bool:
     """Put a row or a legend line into `matrix`; whether it was one."""
     text = _plain(line)
-    if legend := _LEGEND.match(text):
+    if legend := _LEGEND.search(text):
         matrix.names[legend[1]] = legend[2]
         return True
     words = text.split()
+    # Anything may precede the label: a time, a pod.
+    first = next((i for i, w in enumerate(words[:12]) if w in matrix.columns), 0)
+    words = words[first:]
     if len(words) <= len(matrix.columns) or not _LABEL.match(words[0]):
         return False
     cells = words[1 : len(matrix.columns) + 1]

@@ -26,6 +26,7 @@ from evener.tools.analyze.parse import (
     table,
     trees,
     unwrap,
+    wrapped,
 )
 from evener.tools.analyze.parse import topology as xml
 from evener.tools.analyze.parse import tuning as tuning_lines
@@ -143,11 +144,11 @@ def read(given: Input, number: int, sink: Sink) -> bool:
                     f"{given.name}: binary, and no flight recorder's dump",
                     "give text, or unpack it first",
                 )
-            if file.head.lstrip()[:1] in (b"{", b"<", b"["):
+            if _maybe_document(file.head):
                 document = file.all(_MAX_DOCUMENT)
                 if _document(document, given, number, sink):
                     return True
-            _Log(number, sink).read(_lines(file.read, _BLOCK))
+            _Log(number, sink, wrapped.width(plain(file.head))).read(_lines(file.read, _BLOCK))
     except OSError as error:
         raise UnreadableError(
             f"{given.name}: {error.strerror or error}", "name a file that exists and can be read"
@@ -178,6 +179,27 @@ def _pickle(file: Stream, given: Input, number: int, sink: Sink) -> bool:
 
 def _named_as_dump(given: Input) -> bool:
     return "trace" in given.name.name
+
+
+def _maybe_document(head: bytes) -> bool:
+    """Whether a file may be one document of JSON or XML, by its begin: only then is it read whole.
+    `[rank0]: ...` and a JSON object to each line are none."""
+    text = head.lstrip()
+    if text[:1] not in (b"{", b"["):
+        return text[:1] == b"<"
+    if results.RCCL in text:
+        return True  # lines of JSON that are one table
+    try:
+        json.loads(text)
+    except RecursionError:
+        return False
+    except UnicodeDecodeError as error:
+        return error.start > len(text) - 4  # cut in a letter
+    except json.JSONDecodeError as error:
+        # What ends too early says nothing: there is more of it.
+        cut = error.msg.startswith(("Unterminated string", "Invalid \\escape", "Invalid \\u"))
+        return cut or error.pos >= len(text) - 16
+    return True
 
 
 def _document(text: bytes, given: Input, number: int, sink: Sink) -> bool:
@@ -225,7 +247,7 @@ def _places(text: bytes, count: int) -> list[int]:
 
 
 def _flat(line: bytes) -> bytes:
-    return plain(line[:MAX_LINE]) if b"\x1b" in line else line[:MAX_LINE]
+    return plain(line[:MAX_LINE])
 
 
 def _lines(read: object, block: int) -> Iterator[list[bytes]]:
@@ -240,7 +262,7 @@ def _lines(read: object, block: int) -> Iterator[list[bytes]]:
             continue
         rest = data[cut + 1 :][:MAX_LINE]
         data = data[:cut]
-        yield (plain(data) if b"\x1b" in data else data).split(b"\n")
+        yield plain(data).split(b"\n")
     if rest:
         yield [plain(rest)]
 
@@ -251,8 +273,10 @@ class _Log:
     Several streams may be in one file (pods, ranks): each has its table and its parted row.
     """
 
-    def __init__(self, number: int, sink: Sink) -> None:
+    def __init__(self, number: int, sink: Sink, width: int = 0) -> None:
+        """width: the column at which lines were broken, 0 where they were not."""
         self.base = number << 40
+        self.width = width
         self.sink = sink
         self.heads: dict[bytes, table.Head] = {}
         self.parts: dict[bytes, table.Broken] = {}
@@ -273,10 +297,12 @@ class _Log:
         parse_hop, sink_hop, sink_local = hops.hop, sink.hop, sink.local
         total, nccl = self.base, 0
         for lines in blocks:
+            if self.width:
+                lines = wrapped.joined(lines, self.width)
             numbers: Sequence[int] = range(total + 1, total + 1 + len(lines))
             if pieces:
                 numbers = [self.base + 1] * len(lines)
-            elif any(line[:1] == b"{" for line in lines):
+            elif any(line[:1] == b"{" or b"}" in line[-2:] for line in lines):
                 lines, numbers = self.unwrapped(lines, numbers)
             total = max(numbers[-1], total) if numbers else total
             sink.block(b"\n".join(lines))
@@ -328,7 +354,7 @@ class _Log:
         found: list[bytes] = []
         places: list[int] = []
         for line, number in zip(lines, numbers, strict=True):
-            inner = unwrap.line(line) if line[:1] == b"{" else None
+            inner = unwrap.line(line)
             if inner is None:
                 found.append(line)
                 places.append(number)
@@ -430,6 +456,7 @@ class _Log:
         elif message.startswith(
             (
                 b"NET/",
+                b"Bootstrap",
                 b"Using network",
                 b"GPU Direct",
                 b"NCCL_",
@@ -483,16 +510,16 @@ class _Log:
                 return
             if self.parts and self.piece(text, where):
                 return
-        if self.said:  # torch prints NCCL's last error on the next line
+        if (b"NCCL version" in line or b"RCCL version" in line) and (version := init.version(line)):
+            self.sink.version(version, where)
+        if self.said and b"%|" not in line:  # torch prints NCCL's last error on the next line
             self.said = False
-            self.sink.warning(None, _show(_LEAD.sub(b"", line)), where)
+            if b"Exception raised from" not in line:  # then its last error is empty
+                self.sink.warning(None, _show(_LEAD.sub(b"", line)), where)
         elif line.endswith(b"Last error:"):
             self.said = True
         elif (b"] INFO " in line or b" WARN " in line) and (found := _OLD.search(line)):
             self.before_2_3(found, where)
-        elif b"NCCL version" in line or b"RCCL version" in line:
-            if version := init.version(line):
-                self.sink.version(version, where)
         elif b"GPU0" in line and (matrix := smi.head(line.lstrip())):
             self.matrix = matrix
             self.sink.matrix(matrix, where)

@@ -251,7 +251,12 @@ def _blanks(words: list[bytes], columns: tuple[str, ...]) -> list[bytes]:
         if at >= len(words):
             continue
         missing = len(columns) - len(words)
-        is_one = words[at].isalpha() if name == "redop" else missing % len(_SIDE) != 1
+        # A row that was cut lacks words too; -1 is a root, and no time.
+        is_one = (
+            words[at].isalpha()
+            if name == "redop"
+            else missing % len(_SIDE) != 1 or words[at] == b"-1"
+        )
         if not is_one:
             words = [*words[:at], b"", *words[at:]]
     return words

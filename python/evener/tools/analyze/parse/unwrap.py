@@ -43,13 +43,20 @@ _LISTS = (
     "searchedLogStreams",
 )
 _KEY = re.compile(rb'"(?:%s)"\s*:' % b"|".join(t.encode() for t in _TEXTS))
-_MOST = 16
+_PREFIX = 200
+_DEPTH = 3
 
 
-def line(raw: bytes) -> tuple[list[bytes], str] | None:
-    """The lines in one line of JSON and the host that it names; None where it is not wrapped."""
+def line(raw: bytes, depth: int = 0) -> tuple[list[bytes], str] | None:
+    """The lines in one line of JSON and the host that it names; None where it is not wrapped.
+
+    Anything may precede the JSON (a time, a pod), and its text may be JSON again: collectors stand
+    in a row.
+    """
     text = raw.strip().rstrip(b",")
-    if text[:1] != b"{" or text[-1:] != b"}" or not _KEY.search(text):
+    begin = text.find(b"{", 0, _PREFIX)
+    text = text[begin:] if begin >= 0 else b""
+    if text[-1:] != b"}" or not _KEY.search(text):
         return None
     try:
         record = json.loads(text)
@@ -58,7 +65,10 @@ def line(raw: bytes) -> tuple[list[bytes], str] | None:
     found = _text(record)
     if found is None:
         return None
-    return _split(found), _host(record)
+    texts, host = _split(found), _host(record)
+    if len(texts) == 1 and depth < _DEPTH and (inner := line(texts[0], depth + 1)):
+        return inner[0], inner[1] or host
+    return texts, host
 
 
 def document(value: Any) -> list[tuple[list[bytes], str]] | None:
@@ -68,7 +78,10 @@ def document(value: Any) -> list[tuple[list[bytes], str]] | None:
     for entry in entries:
         text = _text(entry)
         if text is not None:
-            found.append((_split(text), _host(entry), _time(entry)))
+            texts, host = _split(text), _host(entry)
+            if len(texts) == 1 and (inner := line(texts[0], 1)):
+                texts, host = inner[0], inner[1] or host
+            found.append((texts, host, _time(entry)))
     if not found or len(found) < 0.5 * len(entries):
         return None
     times = [time for _, _, time in found]

@@ -97,5 +97,6 @@ def _levels(picture: Picture) -> list[tuple[float, str]]:
 
 
 def _ticks(top: float) -> list[float]:
-    step = next(s * 10**e for e in range(-3, 7) for s in (1, 2, 5) if top / (s * 10**e) <= 7)
+    steps = (s * 10.0**e for e in range(-3, 300) for s in (1, 2, 5))
+    step = next((step for step in steps if top / step <= 7), top)
     return [step * i for i in range(int(top / step) + 1)]

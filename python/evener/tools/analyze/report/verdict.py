@@ -10,7 +10,24 @@ from evener.tools.analyze.words import count, size
 
 _TABLES = 6
 # Findings that tell of a state and not of an end.
-_NO_END = ("cause.straggler", "cause.counts", "cause.unresponsive")
+_NO_END = (
+    "cause.straggler", "cause.counts", "cause.unresponsive", "cause.suspended", "cause.dead-rank",
+    "cause.blocked", "cause.unseen", "cause.data-loader", "cause.elsewhere", "cause.clock",
+    "cause.slow-rank",
+)  # fmt: skip
+
+
+_ENDS = {
+    "cause.exception", "cause.killed", "cause.gpu-memory", "cause.gpu-ecc", "cause.crash",
+    "cause.gpu-program",
+}  # fmt: skip
+
+
+_SAY_AN_END = (
+    "run.failed", "run.time-limit", "run.lost-peer", "cause.exception", "cause.killed",
+    "cause.crash", "cause.missing-rank", "cause.mismatch", "cause.deadlock", "cause.host-gone",
+    "cause.dead-rank", "cause.worker-died", "cause.rendezvous",
+)  # fmt: skip
 
 
 def verdict(picture: Picture, findings: list[Finding]) -> str:
@@ -60,6 +77,10 @@ def _state(findings: list[Finding], reason: Finding) -> str:
         return _capital(reason.title)
     if reason.id == "run.hung":
         return _capital(reason.title)
+    if not any(f.root in (ENDED, UNDECIDED) or f.id in _SAY_AN_END for f in findings) and (
+        reason.id.startswith(("network.", "host."))
+    ):
+        return _capital(reason.title)  # a warning, after which the run may have gone on
     hung = ids & {
         "run.hung",
         "cause.missing-rank",
@@ -67,11 +88,7 @@ def _state(findings: list[Finding], reason: Finding) -> str:
         "cause.deadlock",
         "cause.inside",
     }
-    how = (
-        "hung"
-        if hung and not ids & {"cause.exception", "cause.killed", "cause.gpu-memory"}
-        else "failed"
-    )
+    how = "hung" if hung and not ids & _ENDS else "failed"
     return f"The run {how}: {reason.title}"
 
 
@@ -110,6 +127,7 @@ _SOURCES = {
     "Dump": "flight recorders", "Counts": "RAS counts", "Absentee": "RAS absentees",
     "Timing": "Inspector's collectives", "Raised": "tracebacks", "Exit": "exits",
     "Meeting": "rendezvous errors", "Xid": "Xids", "Sign": "lines of the system",
+    "Seen": "ranks seen",
 }  # fmt: skip
 
 
@@ -148,9 +166,16 @@ def facts(picture: Picture) -> list[tuple[str, str]]:
         shown = ", ".join(h or "(without a name)" for h in hosts[:6])
         shown += " ..." if len(hosts) > 6 else ""
         ranks = world.size or len(world.members)
-        text = f"{count(len(hosts), 'host')}, {count(ranks, 'rank')}: {shown}"
-        if world.size > len(world.members):
-            text += f" (no line of {count(world.size - len(world.members), 'rank')})"
+        missing = world.size - len(world.members)
+        counted = missing > 0 or picture.same_names
+        number = max(len(hosts), world.nodes) if counted else len(hosts)
+        text = f"{count(number, 'host')}, {count(ranks, 'rank')}: {shown}"
+        if missing > 0:
+            apart = number - len(hosts)
+            unseen = f"{count(apart, 'host')}, " if 0 < apart <= missing else ""
+            text += f" (no line of {unseen}{count(missing, 'rank')})"
+        elif picture.same_names:
+            text += " (several have one name)"
         rows.append(("cluster", text))
     elif devices := [d for table in run.tables[:1] for d in table.devices.values()]:
         hosts = sorted(run.tables[0].hosts)

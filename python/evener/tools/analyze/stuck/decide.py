@@ -7,7 +7,7 @@ from dataclasses import replace
 from evener.tools.analyze.evidence.records import GLOO, Evidence
 from evener.tools.analyze.stuck.culprit import Culprit
 from evener.tools.analyze.stuck.recorders import recorded
-from evener.tools.analyze.stuck.waits import beaten, reported, waited
+from evener.tools.analyze.stuck.waits import beaten, reported, told, waited
 
 _UNNAMED = ("undecided", "inside")
 
@@ -26,6 +26,7 @@ def decide(evidence: Evidence, world: int) -> Culprit | None:
         for answer in (
             recorded(evidence.dumps),
             reported(evidence.desyncs, evidence.waits),
+            told(evidence.waits, evidence.idle),
             waited(evidence.waits, world, set(evidence.ranks), _victims(evidence)),
             beaten(evidence.beats, world),
         )
@@ -40,7 +41,7 @@ def decide(evidence: Evidence, world: int) -> Culprit | None:
     if best.source == "flight recorders":
         shown = [*best.ranks, *best.waiting]
         best = replace(best, where=tuple(places[r] for r in shown if r in places)[:5])
-    told = next((a for a in answers if a is not best and a.op and a.seq == best.seq), None)
-    if not best.op and told is not None:
-        best = replace(best, op=told.op)
+    other = next((a for a in answers if a is not best and a.op and a.seq == best.seq), None)
+    if not best.op and other is not None:
+        best = replace(best, op=other.op)
     return best

@@ -29,7 +29,11 @@ def even(op: str) -> bool:
 def reported(desyncs: list[Desync], waits: list[Wait]) -> Culprit | None:
     """What a report names itself."""
     said = {wait.rank for wait in waits}
-    behind = [d for d in desyncs if d.kind == "behind" and d.ranks]
+    came = {d.ranks[0] for d in desyncs if d.kind == "reached"}
+    behind = [d for d in desyncs if d.kind == "behind" and set(d.ranks) - came]
+    behind = [replace(d, ranks=tuple(r for r in d.ranks if r not in came)) for d in behind]
+    if came and not behind:
+        return _barrier(desyncs, came)
     if behind:
         lowest = min(d.last for d in behind)
         first = [d for d in behind if d.last == lowest]
@@ -47,6 +51,38 @@ def reported(desyncs: list[Desync], waits: list[Wait]) -> Culprit | None:
                 where=(one.where,), source="TORCH_DISTRIBUTED_DEBUG=DETAIL", sure=False,
             )  # fmt: skip
     return None
+
+
+def _barrier(desyncs: list[Desync], came: set[int]) -> Culprit:
+    """Ranks that came to a monitored barrier: the one that they missed there, if it was silent."""
+    reached = [d for d in desyncs if d.kind == "reached"]
+    missed = {d.ranks[1] for d in reached} - came
+    blamed = any(d.kind == "behind" for d in desyncs)  # it spoke: it was there
+    came = came | missed if blamed else came
+    return Culprit(
+        "undecided" if blamed else "silent", () if blamed else ordered(missed), ordered(came),
+        "BARRIER", -1, where=tuple(d.where for d in reached[:5]), sure=False, source="ranks",
+        theirs="the one that is said to be missing says that it came: too late, or Gloo does not "
+        "connect the two" if blamed else "",
+    )  # fmt: skip
+
+
+def told(waits: list[Wait], idle: dict[int, Wait]) -> Culprit | None:
+    """Ranks that another one told of the hang, and that never enqueued what the others wait in."""
+    seqs = {wait.seq for wait in waits}
+    if len(seqs) != 1 or len({wait.group for wait in waits if wait.group}) > 1:
+        return None
+    (seq,) = seqs
+    members = {wait.rank: wait for wait in waits if not wait.local}
+    group = next((wait.group for wait in waits if wait.group), "")
+    late = {
+        rank: wait for rank, wait in idle.items()
+        if rank not in members and wait.enqueued < seq and wait.group in ("", group)
+    }  # fmt: skip
+    if not late or len(late) > len(members) or seq < 0:
+        return None
+    shown = {**members, **late}
+    return _culprit("behind", shown, ordered(late), group, seq, "", "")
 
 
 def waited(
@@ -198,7 +234,10 @@ def _silent(
     if missing and few and len(everyone) >= 2 and len(seqs) == 1 and len(groups) == 1:
         return _culprit("silent", members, ordered(missing), name, min(seqs), "", "", sure=False)
     one = min(seqs) if len(seqs) == 1 else -1
-    return _culprit("undecided", members, (), name, one, "", "", among=ordered(missing))
+    inside = {r: f"{w.op} {w.seq}" for r, w in members.items() if w.op and w.seq >= 0}
+    apart = "" if one >= 0 else f"they do not wait in the same operation ({_each(inside)})"
+    found = _culprit("undecided", members, (), name, one, apart, "", among=ordered(missing))
+    return found if one >= 0 else replace(found, op="")
 
 
 def _culprit(

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from evener.base.click import require
 from evener.errors import UsageError
 from evener.tools.bench.collectives.names import NAMES
 from evener.tools.bench.collectives.options import OPERATIONS, TYPES, Options, size
@@ -149,6 +150,7 @@ _OPTIONS = (
 
 def _command(name: str) -> click.Command:
     def call(**given: Any) -> None:
+        require("torch")
         from evener.tools.bench.collectives.run import run
 
         sweep, through, rounds = (given.pop(one) for one in ("sweep", "through", "rounds"))

@@ -1,14 +1,16 @@
 """What encoding and decoding cost a step on a GPU: the time of Evener's own kernels.
 
 After a run has been measured, a few more steps are taken under torch's profiler, on rank 0. Counted
-are the kernels of `evener.comm.triton_*`, by name, and what clears memory on the streams on which
-they ran. Where they run beside backward or a collective they share the GPU and take longer than
-alone: the sum is an upper bound of what it costs the step.
+are the kernels of `evener.comm.codecs.triton_*`, by name, and what clears memory on the streams on
+which they ran. Where they run beside backward or a collective they share the GPU and take longer
+than alone: the sum is an upper bound of what it costs the step.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 STEPS = 3
@@ -16,15 +18,17 @@ _CLEARS = ("FillFunctor", "Memset")
 
 
 def kernels() -> frozenset[str]:
-    """Names of the kernels that encode and decode."""
+    """Names of the kernels that encode and decode: those of every form."""
     import triton
 
-    from evener.comm.codecs import triton_casts, triton_chunks, triton_int8, triton_topk
+    from evener.comm import codecs
 
+    found = [each.name for each in pkgutil.iter_modules(codecs.__path__)]
     return frozenset(
         name
-        for module in (triton_casts, triton_chunks, triton_int8, triton_topk)
-        for name, value in vars(module).items()
+        for module in found
+        if module.startswith("triton_")
+        for name, value in vars(import_module(f"{codecs.__name__}.{module}")).items()
         if isinstance(value, triton.runtime.JITFunction)
     )
 

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from evener.base import settings
+from evener.base.click import require
 from evener.comm.world.ranks import detect
 from evener.errors import EvenerError, UsageError
 from evener.tools.bench.train import (
@@ -233,6 +234,8 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     if given["list_models"]:
         _list_models()
         return
+    if not given["source"]:
+        require("torch")
     if given["source"]:
         _show(files.read(given["source"]), given)
         return

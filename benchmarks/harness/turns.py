@@ -1,0 +1,61 @@
+"""Ways that take turns, and what their times say."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# Student's t for a 95% interval, by the number of values.
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306,
+           10: 2.262}  # fmt: skip
+
+
+def turns(
+    ways: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    *,
+    warmup: int = 0,
+    calls: int = 1,
+    settle: Callable[[], Any] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+    alternate: bool = False,
+) -> dict[str, list[float]]:
+    """Seconds of a call, a number per turn and way; the first `warmup` turns do not count.
+
+    A turn is `calls` calls of each way, between two moments at which `settle` has returned.
+    `alternate`: every other turn goes through the ways backwards.
+    """
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(warmup + repeats):
+        for name in list(ways)[:: -1 if alternate and turn % 2 else 1]:
+            settle()
+            began = clock()
+            for _ in range(calls):
+                ways[name]()
+            settle()
+            if turn >= warmup:
+                found[name].append((clock() - began) / calls)
+    return found
+
+
+def ratio(values: Sequence[float], base: Sequence[float]) -> float:
+    """The median of a value over that of `base` in the same turn."""
+    return statistics.median(a / b for a, b in zip(values, base, strict=True))
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """The median with the quartiles: `low`, `median`, `high`. Of one value all three are it."""
+    if len(values) == 1:
+        return dict.fromkeys(("low", "median", "high"), values[0])
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"low": low, "median": middle, "high": high}
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half of the 95% interval of the mean (Student's t); NaN for fewer than two values."""
+    if len(values) < 2:
+        return math.nan
+    return STUDENT.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))

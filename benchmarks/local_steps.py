@@ -1,0 +1,98 @@
+"""Steps per second with and without local steps: a GPT on simulated nodes with a slow network.
+
+    python benchmarks/local_steps.py [--ways none:ddp,100mbit:ddp,100mbit:16:exact,...]
+        [--nodes 4] [--steps 33] [--repeats 2] [--json FILE]
+
+Each way is the rate of a node's card, and what trains: DistributedDataParallel (`ddp`), or local
+steps as `N:FORM`. The ways take turns. Reported: steps per second of a rank from the second half of
+a run on, in which there are exchanges, and their median's ratio to the first way. All nodes share
+this machine's cores, so the ratio is right and the rate is not one of a cluster. A lab has no
+delay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.ddp import accelerate
+from evener.tools.bench.train.transformers import GPT, Shape
+
+WAYS = "none:ddp,100mbit:ddp,100mbit:16:exact,100mbit:16:int4"
+SHAPE = Shape(layers=4, heads=4, width=128, symbols=256, context=64)
+ROWS = 4
+
+
+def be_a_rank(given: argparse.Namespace) -> None:
+    """Train on random symbols; rank 0 says how fast."""
+    os.environ.update(EVENER_LOG="warning", LIGHT_TOPK_THRESHOLD="0")
+    harness.join()
+    torch.manual_seed(0)
+    net = GPT(SHAPE)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    model: Any = DistributedDataParallel(net)
+    every, _, form = given.way.partition(":")
+    if every != "ddp":
+        model = accelerate(model, optimizer, every=int(every), mode=form)
+    torch.manual_seed(dist.get_rank())
+    first = given.steps // 2
+    began = 0.0
+    for step in range(given.steps):
+        if step == first:
+            dist.barrier()
+            began = time.perf_counter()
+        x = torch.randint(SHAPE.symbols, (ROWS, SHAPE.context))
+        loss = cross_entropy(model(x).flatten(0, 1), x.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        size = sum(p.numel() for p in net.parameters())
+        taken = time.perf_counter() - began
+        harness.say(rate=(given.steps - first) / taken, parameters=size)
+
+
+def main() -> None:
+    """Let the ways take turns, and show the table."""
+    parser = harness.arguments(__doc__, json="local-steps.json")
+    parser.add_argument("--ways", default=WAYS)
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.way:
+        be_a_rank(given)
+        return
+    ways = given.ways.split(",")
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(given.repeats):
+        for way in ways:
+            link, _, what = way.partition(":")
+            argv = [sys.executable, str(Path(__file__).resolve()), "--way", what]
+            argv += ["--steps", str(given.steps)]
+            job = harness.in_lab(f"{given.nodes}x1@{link}", argv, limit=900)
+            if job.failed:
+                raise SystemExit(f"{way}: {job.failed}")
+            rates[way].append(job.row["rate"])
+            print(way, job.row, flush=True)
+            harness.keep(given, rates=rates, parameters=job.row["parameters"])
+    middle = {way: statistics.median(found) for way, found in rates.items() if found}
+    rows = [[way, f"{rate:.2f}", f"{rate / middle[ways[0]]:.2f}"] for way, rate in middle.items()]
+    print(harness.show(["", "steps/s", "of the first"], rows))
+
+
+if __name__ == "__main__":
+    main()

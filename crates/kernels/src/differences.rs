@@ -1,0 +1,400 @@
+//! Weights of 16 bits as differences to those that the receiver holds; the definition is in
+//! `evener.comm.codecs.differences` (Python), whose reference gives the same bits.
+//!
+//! A tile of [`TILE`] weights is coded by [`LANES`] lanes into one stream of words. The coder follows
+//! the decoder: where a lane's decoder would take its next word, that word gets the next place in the
+//! stream, and a lane keeps the places of the two words that it has not finished.
+
+use rayon::prelude::*;
+
+const LANES: usize = 32;
+const STEPS: usize = 256;
+/// Weights that share a header.
+pub const TILE: usize = LANES * STEPS;
+const ESCAPE: u32 = 12;
+const LOWEST: i32 = -3;
+const HIGHEST: i32 = 1;
+
+/// Where the exponent lies in a weight's 16 bits.
+#[derive(Debug, Clone, Copy)]
+pub struct Exponent {
+    /// Bits below it.
+    pub shift: u32,
+    /// As many ones as it has bits.
+    pub mask: u32,
+}
+
+impl Exponent {
+    fn of(self, weight: u16) -> i32 {
+        ((u32::from(weight) >> self.shift) & self.mask).cast_signed()
+    }
+}
+
+/// Why a call was refused. Nothing has been written when [`plan`] and [`write`] return it; weights
+/// that [`read`] was given are then of no use.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DifferenceError {
+    /// Slices that do not belong together.
+    #[error(
+        "{new} new weights, {old} old ones and {headers} headers: need as many, and one header per tile of {TILE}"
+    )]
+    Lengths {
+        /// New weights.
+        new: usize,
+        /// Old weights.
+        old: usize,
+        /// Headers.
+        headers: usize,
+    },
+    /// A message that was cut, or is none.
+    #[error("a message of {words} words ends within tile {tile}")]
+    Cut {
+        /// Words that are there.
+        words: usize,
+        /// The tile that lacks some.
+        tile: usize,
+    },
+}
+
+fn check(new: usize, old: usize, headers: usize) -> Result<(), DifferenceError> {
+    if new == old && headers == old.div_ceil(TILE) {
+        Ok(())
+    } else {
+        Err(DifferenceError::Lengths { new, old, headers })
+    }
+}
+
+fn ordered(bits: u16) -> u16 {
+    bits ^ if bits >= 0x8000 { 0xffff } else { 0x8000 }
+}
+
+fn zigzag(new: u16, old: u16) -> u32 {
+    let distance = ordered(new).wrapping_sub(ordered(old)).cast_signed();
+    u32::from(((distance << 1) ^ (distance >> 15)).cast_unsigned())
+}
+
+fn apply(old: u16, z: u32) -> u16 {
+    let distance = (z >> 1) ^ (z & 1).wrapping_neg();
+    let number = ordered(old).wrapping_add(distance as u16);
+    number ^ if number >= 0x8000 { 0x8000 } else { 0xffff }
+}
+
+fn parameter(chosen: i32, exponent: i32) -> u32 {
+    (chosen - exponent).clamp(0, 15).cast_unsigned()
+}
+
+fn length(z: u32, k: u32) -> u32 {
+    let q = z >> k;
+    if q < ESCAPE { q + 1 + k } else { ESCAPE + 16 }
+}
+
+/// Writes the headers of the message that turns `old` into `new`.
+///
+/// # Errors
+/// [`DifferenceError::Lengths`].
+pub fn plan(
+    new: &[u16],
+    old: &[u16],
+    exponent: Exponent,
+    headers: &mut [i32],
+) -> Result<(), DifferenceError> {
+    check(new.len(), old.len(), headers.len())?;
+    headers
+        .par_iter_mut()
+        .zip(new.par_chunks(TILE).zip(old.par_chunks(TILE)))
+        .for_each(|(header, (new, old))| *header = plan_tile(new, old, exponent));
+    Ok(())
+}
+
+fn plan_tile(new: &[u16], old: &[u16], exponent: Exponent) -> i32 {
+    if new == old {
+        return 0;
+    }
+    let chosen = choose(new, old, exponent);
+    let words = code_tile(new, old, chosen, exponent, None);
+    (words as i32) * 512 + chosen
+}
+
+/// The K with which the tile takes the fewest bits.
+fn choose(new: &[u16], old: &[u16], exponent: Exponent) -> i32 {
+    let (mut count, mut sum) = (0_i64, 0_i64);
+    for (&n, &o) in new.iter().zip(old) {
+        let z = zigzag(n, o);
+        if z > 0 {
+            count += 1;
+            sum += i64::from(z.ilog2().cast_signed() + exponent.of(o));
+        }
+    }
+    let middle = (sum / count.max(1)) as i32;
+    let (mut best, mut chosen) = (u64::MAX, 0);
+    for shift in LOWEST..=HIGHEST {
+        let tried = (middle + shift).max(0);
+        let bits = new
+            .iter()
+            .zip(old)
+            .map(|(&n, &o)| u64::from(length(zigzag(n, o), parameter(tried, exponent.of(o)))))
+            .sum();
+        if bits < best {
+            (best, chosen) = (bits, tried);
+        }
+    }
+    chosen
+}
+
+#[derive(Clone, Copy)]
+struct Lane {
+    /// Bits that the decoder's lane holds.
+    have: u32,
+    held: u64,
+    filled: u32,
+    here: Option<usize>,
+    after: Option<usize>,
+}
+
+/// Codes a tile and returns how many words it takes; writes them where there is an `out`.
+fn code_tile(
+    new: &[u16],
+    old: &[u16],
+    chosen: i32,
+    exponent: Exponent,
+    mut out: Option<&mut [i32]>,
+) -> usize {
+    let mut taken = 0;
+    let mut lanes = [Lane {
+        have: 0,
+        held: 0,
+        filled: 0,
+        here: None,
+        after: None,
+    }; LANES];
+    for step in 0..STEPS {
+        for (lane, state) in lanes.iter_mut().enumerate() {
+            if state.have < 32 {
+                if state.here.is_none() {
+                    state.here = Some(taken);
+                } else {
+                    state.after = Some(taken);
+                }
+                taken += 1;
+                state.have += 32;
+            }
+            let at = step * LANES + lane;
+            let (Some(&n), Some(&o)) = (new.get(at), old.get(at)) else {
+                continue;
+            };
+            let z = zigzag(n, o);
+            let k = parameter(chosen, exponent.of(o));
+            let (q, bits) = (z >> k, length(z, k));
+            let code = if q < ESCAPE {
+                u64::from((1_u32 << q) - 1) | u64::from(z & ((1 << k) - 1)) << (q + 1)
+            } else {
+                u64::from((1_u32 << ESCAPE) - 1) | u64::from(z) << ESCAPE
+            };
+            state.held |= code << state.filled;
+            state.filled += bits;
+            state.have -= bits;
+            if state.filled >= 32 {
+                if let (Some(out), Some(here)) = (out.as_deref_mut(), state.here) {
+                    out[here] = (state.held as u32).cast_signed();
+                }
+                state.held >>= 32;
+                state.filled -= 32;
+                state.here = state.after.take();
+            }
+        }
+    }
+    if let Some(out) = out {
+        for state in lanes {
+            if let Some(here) = state.here {
+                out[here] = (state.held as u32).cast_signed();
+            }
+            if let Some(after) = state.after {
+                out[after] = 0;
+            }
+        }
+    }
+    taken
+}
+
+fn words_of(header: i32) -> usize {
+    (header >> 9).max(0).cast_unsigned() as usize
+}
+
+/// Writes the message that [`plan`]'s `headers` begin: the headers, then each tile's words.
+///
+/// # Errors
+/// [`DifferenceError::Lengths`], [`DifferenceError::Cut`] where `out` has no room.
+pub fn write(
+    new: &[u16],
+    old: &[u16],
+    exponent: Exponent,
+    headers: &[i32],
+    out: &mut [i32],
+) -> Result<(), DifferenceError> {
+    check(new.len(), old.len(), headers.len())?;
+    let words = out.len();
+    if words < headers.len() {
+        return Err(DifferenceError::Cut { words, tile: 0 });
+    }
+    let (front, mut rest) = out.split_at_mut(headers.len());
+    let mut parts = Vec::with_capacity(headers.len());
+    for (tile, &header) in headers.iter().enumerate() {
+        let Some((part, left)) = rest.split_at_mut_checked(words_of(header)) else {
+            return Err(DifferenceError::Cut { words, tile });
+        };
+        parts.push(part);
+        rest = left;
+    }
+    front.copy_from_slice(headers);
+    parts
+        .into_par_iter()
+        .zip(headers)
+        .zip(new.par_chunks(TILE).zip(old.par_chunks(TILE)))
+        .filter(|((part, _), _)| !part.is_empty())
+        .for_each(|((part, header), (new, old))| {
+            code_tile(new, old, header & 511, exponent, Some(part));
+        });
+    Ok(())
+}
+
+/// Turns `weights`, the old ones, into the new ones.
+///
+/// # Errors
+/// [`DifferenceError::Cut`] for a message that has fewer words than its headers say, or asks for
+/// more.
+pub fn read(
+    message: &[i32],
+    exponent: Exponent,
+    weights: &mut [u16],
+) -> Result<(), DifferenceError> {
+    let words = message.len();
+    let tiles = weights.len().div_ceil(TILE);
+    let Some((headers, mut rest)) = message.split_at_checked(tiles) else {
+        return Err(DifferenceError::Cut { words, tile: 0 });
+    };
+    let mut parts = Vec::with_capacity(tiles);
+    for (tile, &header) in headers.iter().enumerate() {
+        let Some((part, left)) = rest.split_at_checked(words_of(header)) else {
+            return Err(DifferenceError::Cut { words, tile });
+        };
+        parts.push(part);
+        rest = left;
+    }
+    let cut = parts
+        .into_par_iter()
+        .zip(headers)
+        .zip(weights.par_chunks_mut(TILE))
+        .enumerate()
+        .filter(|(_, ((part, _), _))| !part.is_empty())
+        .find_map_any(|(tile, ((part, header), weights))| {
+            read_tile(part, header & 511, exponent, weights)
+                .is_none()
+                .then_some(tile)
+        });
+    match cut {
+        None => Ok(()),
+        Some(tile) => Err(DifferenceError::Cut { words, tile }),
+    }
+}
+
+fn read_tile(words: &[i32], chosen: i32, exponent: Exponent, weights: &mut [u16]) -> Option<()> {
+    let mut taken = words.iter();
+    let mut lanes = [(0_u64, 0_u32); LANES];
+    for step in 0..STEPS {
+        for (lane, (held, have)) in lanes.iter_mut().enumerate() {
+            if *have < 32 {
+                *held |= u64::from(taken.next()?.cast_unsigned()) << *have;
+                *have += 32;
+            }
+            let Some(weight) = weights.get_mut(step * LANES + lane) else {
+                continue;
+            };
+            let k = parameter(chosen, exponent.of(*weight));
+            let q = held.trailing_ones().min(ESCAPE);
+            let z = if q < ESCAPE {
+                (q << k) | ((*held >> (q + 1)) as u32 & ((1 << k) - 1))
+            } else {
+                (*held >> ESCAPE) as u32 & 0xffff
+            };
+            let bits = length(z, k).min(ESCAPE + 16);
+            *held >>= bits;
+            *have -= bits;
+            *weight = apply(*weight, z);
+        }
+    }
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const KINDS: [Exponent; 2] = [
+        Exponent {
+            shift: 7,
+            mask: 255,
+        },
+        Exponent {
+            shift: 10,
+            mask: 31,
+        },
+    ];
+
+    fn there_and_back(new: &[u16], old: &[u16], exponent: Exponent) -> usize {
+        let mut headers = vec![0; old.len().div_ceil(TILE)];
+        plan(new, old, exponent, &mut headers).unwrap();
+        let words: usize = headers.iter().map(|&h| words_of(h)).sum();
+        let mut message = vec![-1; headers.len() + words];
+        write(new, old, exponent, &headers, &mut message).unwrap();
+        let mut weights = old.to_vec();
+        read(&message, exponent, &mut weights).unwrap();
+        assert_eq!(weights, new);
+        words
+    }
+
+    #[test]
+    fn every_pattern_after_every_exponent() {
+        for exponent in KINDS {
+            let new: Vec<u16> = (0..=u16::MAX).collect();
+            let old: Vec<u16> = new.iter().map(|x| x.wrapping_mul(40_503)).collect();
+            there_and_back(&new, &old, exponent);
+            assert_eq!(there_and_back(&new, &new, exponent), 0);
+        }
+    }
+
+    #[test]
+    fn a_cut_message_is_refused() {
+        let old: Vec<u16> = (0..20_000).collect();
+        let new: Vec<u16> = old.iter().map(|x| x ^ 3).collect();
+        let mut headers = [0; 3];
+        plan(&new, &old, KINDS[0], &mut headers).unwrap();
+        let words: usize = headers.iter().map(|&h| words_of(h)).sum();
+        let mut message = vec![0; 3 + words];
+        write(&new, &old, KINDS[0], &headers, &mut message).unwrap();
+        let mut weights = old.clone();
+        let cut = read(&message[..words], KINDS[0], &mut weights);
+        assert!(matches!(cut, Err(DifferenceError::Cut { .. })));
+        message[0] = 600;
+        assert!(read(&message, KINDS[0], &mut weights).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_weights(
+            pairs in prop::collection::vec((any::<u16>(), -40_i16..40, 0..4_u8), 0..20_000),
+            kind in 0..2_usize,
+        ) {
+            let old: Vec<u16> = pairs.iter().map(|p| p.0).collect();
+            let new: Vec<u16> = pairs
+                .iter()
+                .map(|&(old, by, jump)| match jump {
+                    0 => old,
+                    1 => !old,
+                    _ => old.wrapping_add_signed(by),
+                })
+                .collect();
+            there_and_back(&new, &old, KINDS[kind]);
+        }
+    }
+}

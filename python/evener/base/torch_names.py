@@ -1,0 +1,130 @@
+"""What Evener uses of torch that torch does not promise to keep, and the versions it holds for.
+
+torch renames and moves such things between minor versions. Each is reached through this module, so
+that a new torch is looked at in one place; a name that is gone gives one line with the way out, and
+no traceback from inside. Pipelining's are in `evener.pipeline.torch_names`, because importing them
+takes a second that only pipelines need.
+
+| what | 2.9 to 2.11 | 2.12 to 2.14 | 2.15 |
+|---|---|---|---|
+| FSDP2: parameter groups of a unit | `_fsdp_param_group` | a list, `_fsdp_param_groups` | as 2.12 |
+| FSDP2: the policy of a group | `group.mp_policy` | the same | `parameter.mp_policy` |
+| FSDP2: dtype reduced if unset | that of the computation | the same | the gradient's |
+| c10d: `_create_work_from_future` | private | private | in its stubs |
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from evener.errors import UsageError
+
+# The first and the last minor version that the tests ran with (docs/guide/install.md).
+TRIED = ((2, 9), (2, 15))
+
+_said = False
+
+
+def version() -> tuple[int, int]:
+    """torch's (major, minor)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def say_untried(logger: logging.Logger) -> None:
+    """One warning in a process whose torch is older or newer than those that were tried."""
+    global _said
+    if not _said and not TRIED[0] <= version() <= TRIED[1]:
+        (a, b), (c, d) = TRIED
+        logger.warning(
+            "not tried with torch %s (tried: %d.%d to %d.%d)", torch.__version__, a, b, c, d
+        )
+    _said = True
+
+
+def fsdp_group(state: Any, name: str) -> Any:
+    """The parameter group of an FSDP2 unit called `name`; None for one without parameters.
+
+    Raises UsageError for a unit whose parameters lie on several meshes, and for a torch that keeps
+    its groups elsewhere.
+    """
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        if not hasattr(state, "_fsdp_param_group"):
+            raise _elsewhere("FSDP2's units")
+        return state._fsdp_param_group
+    if len(groups) > 1:
+        raise UsageError(
+            f"{name or 'the root'} is one unit of FSDP2 with {len(groups)} groups of parameters, "
+            "on several meshes",
+            "give each mesh a fully_shard() call of its own",
+        )
+    return groups[0] if groups else None
+
+
+def fsdp_require_comms(group: Any) -> None:
+    """Raise UsageError where a group has no place for what gathers and reduces."""
+    for name in ("_all_gather_comm", "_reduce_scatter_comm", "force_sum_reduction_for_comms"):
+        if not hasattr(group, name):
+            raise _elsewhere(f"FSDP2's {name}")
+
+
+def fsdp_gather_dtype(group: Any, parameter: Any) -> torch.dtype:
+    """The dtype in which FSDP2 gathers one of a group's parameters."""
+    policy: Any = getattr(parameter, "mp_policy", None) or getattr(group, "mp_policy", None)
+    if policy is None:
+        raise _elsewhere("the dtype of FSDP2's gathers")
+    dtype: torch.dtype = policy.param_dtype or parameter.sharded_param.dtype
+    return dtype
+
+
+def fsdp_reduce_dtype(group: Any, parameter: Any) -> torch.dtype:
+    """The dtype in which FSDP2 reduces the gradient of one of a group's parameters.
+
+    Raises UsageError where it follows from each gradient, and for a torch that says it elsewhere.
+    """
+    own: torch.dtype = parameter.sharded_param.dtype
+    policy: Any = getattr(parameter, "mp_policy", None)
+    if policy is None:  # up to 2.14
+        policy = getattr(group, "mp_policy", None)
+        if policy is None:
+            raise _elsewhere("the dtype of FSDP2's reduction")
+        return policy.reduce_dtype or policy.param_dtype or own
+    if policy.reduce_dtype is not None:
+        return policy.reduce_dtype  # type: ignore[no-any-return]
+    if not getattr(parameter, "_has_sharded_grad_dtype_override", False):
+        return own
+    if parameter.sharded_grad_dtype is None:
+        raise UsageError(
+            "a parameter takes gradients of any dtype (grad_dtype=None), so what FSDP2 reduces "
+            "can differ from step to step",
+            "set MixedPrecisionPolicy(reduce_dtype=...)",
+        )
+    return parameter.sharded_grad_dtype  # type: ignore[no-any-return]
+
+
+def fsdp_widens(group: Any, parameter: Any) -> bool:
+    """Whether this torch reduces a wider dtype than 2.14 did, because reduce_dtype is unset."""
+    policy = getattr(parameter, "mp_policy", None)
+    if policy is None or policy.reduce_dtype is not None or policy.param_dtype is None:
+        return False
+    return fsdp_reduce_dtype(group, parameter).itemsize > int(policy.param_dtype.itemsize)
+
+
+def work_of(future: torch.futures.Future[Any]) -> Any:
+    """A c10d Work that is done when `future` is."""
+    create = getattr(torch._C._distributed_c10d, "_create_work_from_future", None)
+    if create is None:
+        raise _elsewhere("how a Work is made of a future")
+    return create(future)
+
+
+def _elsewhere(what: str) -> UsageError:
+    (a, b), (c, d) = TRIED
+    return UsageError(
+        f"torch {torch.__version__} keeps {what} in another place than Evener knows",
+        f"use torch {a}.{b} to {c}.{d}, or train without Evener",
+    )

@@ -1,0 +1,349 @@
+"""torchrec's collections of tables, on tables that grow and share one exchange.
+
+`EmbeddingBagCollection` and `EmbeddingCollection` take torchrec's configuration objects, or ours of
+the same fields, and a `Jagged` or a KeyedJaggedTensor. All tables are looked up together
+(`lookups.look`), so several ranks exchange keys, rows and gradients once per step. Tables are
+sharded by rows over all ranks; there is no plan to make and no wrapper.
+
+An id must be below `num_embeddings`, as in torchrec: what is out of range is refused. With
+`use_virtual_table=True` any int64 is an id, and the table takes memory as ids come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from evener.base.given import fields, given
+from evener.embedding import Normal, Options, Uniform
+from evener.embedding.options import Init, Optimizer
+from evener.embedding.torch import lookups
+from evener.embedding.torch.inputs import Bags, check_ids
+from evener.embedding.torch.jagged import Jagged, JaggedTensor, KeyedTensor
+from evener.embedding.torch.modules import DynamicEmbedding, DynamicEmbeddingBag, _Dynamic
+from evener.embedding.torch.plain import fill
+from evener.errors import UsageError
+
+_DTYPES = {"FP32": "f32", "FP16": "f16", "BF16": "bf16"}
+_DRAWN: dict[Any, Callable[..., Init]] = {
+    nn.init.uniform_: lambda a=0.0, b=1.0: Uniform(a, b),
+    nn.init.normal_: lambda mean=0.0, std=1.0: Normal(mean, std),
+}
+
+
+@fields
+@dataclass
+class EmbeddingConfig:
+    """A table, with the fields of torchrec's object of this name.
+
+    `init_fn` fills a tensor [num_embeddings, embedding_dim] in place, which is made for it once on
+    every rank; each takes the rows that it owns.
+    Without it, or where it is a `functools.partial` of torch's `uniform_` or `normal_`, a row gets
+    its values when it is first seen. Default: uniform between -/+ sqrt(1 / num_embeddings).
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str = ""
+    data_type: Any = "FP32"
+    feature_names: list[str] = field(default_factory=list)
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    init_fn: Callable[[torch.Tensor], Any] | None = None
+    need_pos: bool = False
+    use_virtual_table: bool = False
+
+
+@fields
+@dataclass
+class EmbeddingBagConfig(EmbeddingConfig):
+    """A table whose rows are pooled. `pooling`: "SUM" or "MEAN", or torchrec's PoolingType."""
+
+    pooling: Any = "SUM"
+
+
+def _word(value: Any) -> str:
+    """The name of an enumeration's value, or a string, in capitals."""
+    return str(getattr(value, "value", value)).upper()
+
+
+def _init(config: Any) -> tuple[Init, Callable[[torch.Tensor], Any] | None]:
+    """How rows begin, and what fills all of them at once."""
+    fills = getattr(config, "init_fn", None)
+    if isinstance(fills, functools.partial) and fills.func in _DRAWN and not fills.args:
+        return _DRAWN[fills.func](**fills.keywords), None
+    bound = math.sqrt(1 / config.num_embeddings)
+    low, high = config.weight_init_min, config.weight_init_max
+    return Uniform(-bound if low is None else low, bound if high is None else high), fills
+
+
+class _Tables(nn.Module):
+    """Modules by name. `nn.ModuleDict` refuses the names of its own methods, such as `items`."""
+
+    def __init__(self, modules: Mapping[str, _Dynamic]) -> None:
+        super().__init__()
+        self._modules.update(modules)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._modules[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+
+class _Collection(nn.Module):
+    """What both collections share: tables by name, and features of an input by table."""
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        make: Callable[[Any, Options, str], _Dynamic],
+        optimizer: Optimizer | Mapping[str, Optimizer] | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.configs = list(tables)
+        names = [config.name for config in self.configs]
+        if not names or not all(names) or len(set(names)) != len(names):
+            raise UsageError(f"tables are named {names}", "give each table a name of its own")
+        if isinstance(optimizer, Mapping) and (unknown := set(optimizer) - set(names)):
+            raise UsageError(
+                f"there is an optimizer for {', '.join(sorted(unknown))}, and no such table",
+                f"tables are {', '.join(names)}",
+            )
+        self._modules_of: list[_Dynamic] = []
+        for config in self.configs:
+            self._modules_of.append(self._made(config, make, optimizer, prefix))
+        used = [name for config in self.configs for name in config.feature_names]
+        self._shared = {name for name in used if used.count(name) > 1}
+
+    def _made(self, config: Any, make: Any, optimizer: Any, prefix: str) -> _Dynamic:
+        kind = _word(config.data_type)
+        if kind not in _DTYPES:
+            raise UsageError(
+                f"table {config.name!r} has data_type={kind}", f"one of {', '.join(_DTYPES)}"
+            )
+        if getattr(config, "need_pos", False):
+            raise UsageError(
+                f"table {config.name!r} has need_pos=True, which is not there",
+                "multiply by a weight per position: per-id weights, with is_weighted=True",
+            )
+        if not config.feature_names:
+            raise UsageError(f"table {config.name!r} has no feature", "give feature_names")
+        own = optimizer.get(config.name) if isinstance(optimizer, Mapping) else optimizer
+        init, fills = _init(config)
+        options = Options(config.embedding_dim, dtype=_DTYPES[kind], init=init)
+        if own is not None:
+            options = dataclasses.replace(options, optimizer=own)
+        module: _Dynamic = make(config, options, prefix + config.name)
+        _ = module.table.sharded  # all ranks meet here, whether they have rows already or not
+        if fills is not None and not len(module.store):
+            weight = torch.empty(config.num_embeddings, config.embedding_dim)
+            with torch.no_grad():
+                fills(weight)
+            fill(module, weight)
+        return module
+
+    def _name(self, config: Any, feature: str) -> str:
+        return f"{feature}@{config.name}" if feature in self._shared else feature
+
+    def _features(self, features: Any) -> list[list[JaggedTensor]]:
+        """Features by table. Raises UsageError for one that is missing or out of range."""
+        found = Jagged.of(features).to_dict()
+        result, bounded = [], []
+        for config in self.configs:
+            missing = [name for name in config.feature_names if name not in found]
+            if missing:
+                raise UsageError(
+                    f"table {config.name!r} looks up feature {missing[0]!r}, which is not given",
+                    f"features given: {', '.join(found)}",
+                )
+            result.append([found[name] for name in config.feature_names])
+            if not getattr(config, "use_virtual_table", False):
+                bounded += [(name, config) for name in config.feature_names]
+        self._check([(*each, found[each[0]].values()) for each in bounded])
+        return result
+
+    def _check(self, bounded: Sequence[tuple[str, Any, torch.Tensor]]) -> None:
+        """Compare the ids of features with their tables' ranges; a GPU is waited for once."""
+        bounded = [each for each in bounded if each[2].numel()]
+        if not bounded:
+            return
+        ends = torch.stack([torch.stack(torch.aminmax(ids)) for *_, ids in bounded]).tolist()
+        for (name, config, _), (least, most) in zip(bounded, ends, strict=True):
+            if least < 0 or most >= config.num_embeddings:
+                raise UsageError(
+                    f"feature {name!r} has id {least if least < 0 else most}, and table "
+                    f"{config.name!r} has num_embeddings={config.num_embeddings}",
+                    "give ids from 0, or use_virtual_table=True for a table of any id",
+                )
+
+    def _look(self, features: Any, parts: list[list[JaggedTensor]]) -> list[Any]:
+        """(values, inverse, ids) of each table, all looked up together."""
+        given, asked, rest = features.values(), [], []
+        for module, own in zip(self._modules_of, parts, strict=True):
+            ids = torch.cat([check_ids(feature.values()) for feature in own])
+            keys, inverse = module._unique(given, ids)
+            asked.append((module.table, keys))
+            rest.append((inverse, ids))
+        values = lookups.look(asked, self._modules_of[0]._train())
+        return [(each, *more) for each, more in zip(values, rest, strict=True)]
+
+    def prefetch(self, features: Any) -> None:
+        """Begin to fetch the rows of the next training batch, while this one trains.
+
+        The next training lookup must be of this very object, not changed since. Collective where
+        tables are sharded.
+        """
+        lookups.prefetch(
+            [
+                (
+                    module.table,
+                    features.values(),
+                    torch.cat([check_ids(each.values()) for each in own]).to(module.table.device),
+                )
+                for module, own in zip(self._modules_of, self._features(features), strict=True)
+            ]
+        )
+
+
+class EmbeddingBagCollection(_Collection):
+    """Pooled tables: features in, a KeyedTensor out."""
+
+    @given
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        is_weighted: bool = False,
+        device: torch.device | str | int = "cpu",
+        *,
+        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+        prefix: str = "",
+        **rest: Any,
+    ) -> None:
+        """
+        tables: an EmbeddingBagConfig each, ours or torchrec's.
+        is_weighted: multiply rows by the weights of the input; with pooling SUM.
+        optimizer: of all tables, or by the name of a table; default: that of `Options`.
+        prefix: before the names of tables, which are those of the process' stores.
+        The rest is as in DynamicEmbedding.
+
+        Raises UsageError for a configuration that cannot be.
+        """
+
+        def make(config: Any, options: Options, name: str) -> _Dynamic:
+            mode = _word(config.pooling).lower()
+            if is_weighted and mode != "sum":
+                raise UsageError(
+                    f"table {config.name!r} has weights and pooling {mode}", "take pooling SUM"
+                )
+            return DynamicEmbeddingBag(options, name, mode=mode, device=device, **rest)
+
+        super().__init__(tables, make, optimizer, prefix)
+        self.is_weighted = is_weighted
+        self.embedding_bags = _Tables(
+            {c.name: module for c, module in zip(self.configs, self._modules_of, strict=True)}
+        )
+
+    def embedding_bag_configs(self) -> list[Any]:
+        """As given."""
+        return self.configs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, features: Any) -> KeyedTensor:
+        """[batch, dim] of each feature, tables in their order.
+
+        A feature of two tables is named `feature@table`. Raises UsageError for what does not fit.
+        """
+        jagged = Jagged.of(features)
+        parts = self._features(jagged)
+        pooled: dict[str, torch.Tensor] = {}
+        for config, module, own, (values, inverse, ids) in zip(
+            self.configs, self._modules_of, parts, self._look(jagged, parts), strict=True
+        ):
+            assert isinstance(module, DynamicEmbeddingBag)
+            lengths = torch.cat([feature.lengths() for feature in own])
+            ends = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+            rows = module._pool(values, inverse, Bags(ids, ends, self._weights(config, own)))
+            counts = [feature.lengths().numel() for feature in own]
+            for name, part in zip(config.feature_names, rows.split(counts), strict=True):
+                to = jagged.inverse(name)
+                pooled[self._name(config, name)] = part if to is None else part[to]
+        sizes = {part.shape[0] for part in pooled.values()}
+        if len(sizes) > 1:
+            raise UsageError(
+                f"features have batches of {', '.join(map(str, sorted(sizes)))} samples",
+                "give inverse, which says the bag of each sample, or use an EmbeddingCollection",
+            )
+        return KeyedTensor(pooled)
+
+    def _weights(self, config: Any, own: list[JaggedTensor]) -> torch.Tensor | None:
+        if not self.is_weighted:
+            return None
+        found = [feature.weights_or_none() for feature in own]
+        weights = [each for each in found if each is not None]
+        if len(weights) < len(found):
+            raise UsageError(
+                f"table {config.name!r} needs a weight per id, and the features have none",
+                "give features with weights, or is_weighted=False",
+            )
+        return torch.cat(weights)
+
+
+class EmbeddingCollection(_Collection):
+    """Tables whose rows are not pooled: features in, rows of each out, as jagged as they came."""
+
+    @given
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        device: torch.device | str | int = "cpu",
+        need_indices: bool = False,
+        *,
+        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+        prefix: str = "",
+        **rest: Any,
+    ) -> None:
+        """
+        tables: an EmbeddingConfig each, ours or torchrec's.
+        need_indices: give the ids beside the rows, as weights.
+        The rest is as in EmbeddingBagCollection.
+        """
+
+        def make(_config: Any, options: Options, name: str) -> _Dynamic:
+            return DynamicEmbedding(options, name, device=device, **rest)
+
+        super().__init__(tables, make, optimizer, prefix)
+        self.need_indices = need_indices
+        self.embeddings = _Tables(
+            {c.name: module for c, module in zip(self.configs, self._modules_of, strict=True)}
+        )
+
+    def embedding_configs(self) -> list[Any]:
+        """As given."""
+        return self.configs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, features: Any) -> dict[str, JaggedTensor]:
+        """Rows [ids of the feature, dim] of each feature, with its offsets."""
+        jagged = Jagged.of(features)
+        parts = self._features(jagged)
+        found = {}
+        for config, own, (values, inverse, _) in zip(
+            self.configs, parts, self._look(jagged, parts), strict=True
+        ):
+            rows = values if inverse is None else nn.functional.embedding(inverse, values)
+            counts = [feature.values().numel() for feature in own]
+            for name, feature, part in zip(
+                config.feature_names, own, rows.split(counts), strict=True
+            ):
+                ids = feature.values() if self.need_indices else None
+                found[self._name(config, name)] = JaggedTensor(part, feature.offsets(), ids)
+        return found

@@ -1,0 +1,86 @@
+"""One step's update of the weights, once the factor of all gradients is known: resident chunks at
+once on the accelerator, the others by the lanes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from evener.zero.chunk import Chunk, Run
+from evener.zero.device import Device
+from evener.zero.lanes import Lanes, Update
+from evener.zero.ranks import Ranks
+from evener.zero.rules import Rule
+from evener.zero.spans import Spans
+from evener.zero.states import Noise, part
+
+
+class Updates:
+    """`seed`: of the stochastic rounding."""
+
+    def __init__(
+        self, rule: Rule, device: Device, ranks: Ranks, lanes: Lanes, spans: Spans, seed: int
+    ) -> None:
+        self._rule, self._device, self._ranks = rule, device, ranks
+        self._lanes, self._spans, self._seed = lanes, spans, seed
+
+    def begin(
+        self,
+        chunks: list[Chunk],
+        moving: list[set[int]],
+        groups: list[dict[str, Any]],
+        scale: float,
+    ) -> None:
+        """Update `chunks`, of each the parameters at the places in `moving`, by the hyperparameters
+        of their group. Those of the host are updated while training goes on."""
+        jobs = []
+        for chunk, places in zip(chunks, moving, strict=True):
+            if not places:
+                continue  # no rank had a gradient of it
+            runs = chunk.begin_step(places, self._ranks.rank)
+            chunk.stale, chunk.loaded = True, False
+            given = groups[chunk.group.group]
+            hyper = {name: given[name] for name in self._rule.values}
+            if chunk.resident:
+                self._resident(chunk, hyper, scale, runs)
+            else:
+                chunk.updated.clear()
+                jobs.append(Update(chunk, hyper, scale, runs))
+            if not chunk.loaded:
+                chunk.guard()
+        self._lanes.put(jobs)
+
+    def moving(self, chunks: list[Chunk]) -> list[set[int]]:
+        """The places of the parameters that had a gradient on any rank. Collective."""
+        if self._ranks.size == 1:
+            return [set(chunk.given) for chunk in chunks]
+        places = [(c, p) for c, chunk in enumerate(chunks) for p in range(len(chunk.group.pieces))]
+        mine = [place in chunks[c].given for c, place in places]
+        given = self._ranks.any(torch.tensor(mine, dtype=torch.uint8, device=self._device.device))
+        found: list[set[int]] = [set() for _ in chunks]
+        for (c, place), moves in zip(places, given.tolist(), strict=True):
+            if moves:
+                found[c].add(place)
+        return found
+
+    @torch.no_grad()
+    def _resident(self, chunk: Chunk, hyper: dict[str, Any], scale: float, runs: list[Run]) -> None:
+        assert chunk.gradient is not None
+        stream = chunk.index * self._ranks.world + self._ranks.rank
+        with self._spans.host("wait", "training for the checkpoint", chunk.group.name):
+            chunk.saved.wait()
+        with self._spans.device("optimizer", "compute", chunk.group.name):
+            for run in runs:
+                self._rule.on_device(
+                    part(chunk.states, run.begin, run.end),
+                    chunk.gradient[run.begin : run.end],
+                    hyper,
+                    run.step,
+                    scale,
+                    Noise(self._seed, stream, run.begin),
+                )
+        if self._ranks.world == 1:
+            chunk.stale, chunk.loaded = False, True
+        else:
+            self._device.wait("h2d", self._device.record("compute"))

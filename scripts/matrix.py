@@ -1,0 +1,132 @@
+"""Run a bounded list of tests with other versions of torch, TensorFlow and Python; print a table.
+
+    make matrix                                   the oldest and the newest torch
+    make matrix ARGS="--torch 2.9,2.15 --python 3.10,3.12 --tensorflow 2.21"
+
+A cell is a virtual environment under .build/matrix, made once: one torch, one Python, and what the
+tests import. Evener itself is the checkout's (its native module is abi3). A Python that is not on
+this machine, and a torch that has no wheel for a Python, give a cell that says so. Exit status 1:
+a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CELLS = ROOT / ".build" / "matrix"
+TORCH = ("2.9", "2.11", "2.13", "2.15")
+NEEDS = (
+    *("pytest", "pytest-timeout", "hypothesis", "numpy>=1.26", "click>=8.1", "rich>=13"),
+    *("jinja2", "pyyaml", "safetensors", "pyroute2>=0.9.1"),
+)
+# The shortest tests that go through each pillar's use of torch; the rest is `make test`.
+TESTS = {
+    "fsdp": "tests/test_fsdp.py",
+    "door": "tests/door/test_door.py",
+    "ddp": "tests/comm/test_as_ddp.py",
+    "overlap": "tests/comm/test_overlap.py",
+    "zero": "tests/zero/test_engine.py tests/zero/test_rules.py",
+    "pipeline": "tests/pipeline/test_plan.py tests/pipeline/test_run.py",
+    "moe": "tests/moe/test_layer.py tests/moe/test_convert.py",
+    "embedding": "tests/embedding -k torch",
+    "calls": "tests/test_given.py",
+}
+TF_TESTS = {
+    "embedding": "tests/embedding/test_tensorflow.py",
+    "precision": "tests/precision/test_keras.py",
+}
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of that version: on the path, or one of pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    others = [str(p) for p in sorted(pyenv.glob(f"versions/{version}.*/bin/python"))]
+    for candidate in filter(None, [shutil.which(f"python{version}"), *others]):
+        # A shim of pyenv is there for versions that it does not give.
+        if not subprocess.run([candidate, "--version"], capture_output=True).returncode:
+            return candidate
+    return None
+
+
+def cell(package: str, version: str, python: str) -> Path | str:
+    """The environment of a cell, or why there is none."""
+    uv = shutil.which("uv", path=f"{ROOT / '.venv/bin'}:{os.environ['PATH']}") or "uv"
+    found = interpreter(python)
+    if found is None:
+        return f"no Python {python} here"
+    folder = CELLS / f"{package}-{version}-py{python}"
+    if not (folder / "made").exists():
+        print(f"making {folder.relative_to(ROOT)}", flush=True)
+        subprocess.run([found, "-m", "venv", "--clear", str(folder)], check=True)
+        # The pins of development are for another Python and torch.
+        env = {name: value for name, value in os.environ.items() if name != "UV_CONSTRAINT"}
+        words = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin/python")]
+        made = subprocess.run([*words, f"{package}=={version}.*", *NEEDS], env=env,
+                              capture_output=True, text=True)  # fmt: skip
+        if made.returncode:
+            return f"no wheel: {(made.stderr.strip().splitlines() or ['?'])[-1][:60]}"
+        site = next(folder.glob("lib/python3*/site-packages"))
+        (site / "checkout.pth").write_text(f"{ROOT / 'python'}\n")
+        (folder / "made").touch()
+    return folder
+
+
+def outcome(python: Path, tests: str, seconds: int) -> str:
+    """pytest's counts, in short."""
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m",
+               "not gpu and not lab and not mpi", *tests.split()]  # fmt: skip
+    begin = time.monotonic()
+    env = {**os.environ, "VIRTUAL_ENV": str(python.parents[1])}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"over {seconds} s"
+    last = (done.stdout.splitlines() or [""])[-1]
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", last)
+    log = python.parents[1] / f"{re.sub(r'[^a-z]+', '-', tests)[:40]}.log"
+    log.write_text(done.stdout + done.stderr)
+    said = ", ".join(f"{n} {kind}" for n, kind in counts) or f"status {done.returncode}"
+    return f"{said} ({time.monotonic() - begin:.0f} s)"
+
+
+def main() -> int:
+    """Print a row per cell as it is done."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--torch", default=f"{TORCH[0]},{TORCH[-1]}")
+    parser.add_argument("--python", default="")
+    parser.add_argument("--tensorflow", default="")
+    parser.add_argument("--tests", default=",".join(TESTS), help=f"of {', '.join(TESTS)}")
+    parser.add_argument("--seconds", type=int, default=600, help="for each group of tests")
+    given = parser.parse_args()
+    chosen = given.tests.split(",")
+    cells = [("torch", v, p) for v in filter(None, given.torch.split(","))
+             for p in (given.python or ("3.10" if v == "2.9" else "3.12")).split(",")]  # fmt: skip
+    cells += [("tensorflow-cpu", v, p) for v in filter(None, given.tensorflow.split(","))
+              for p in (given.python or "3.12").split(",")]  # fmt: skip
+    print("| packages | Python | tests | outcome |\n|---|---|---|---|", flush=True)
+    failed = False
+    for package, version, python in cells:
+        there = cell(package, version, python)
+        if isinstance(there, str):
+            print(f"| {package} {version} | {python} | | {there} |", flush=True)
+            continue
+        suite = TF_TESTS if package.startswith("tensorflow") else {n: TESTS[n] for n in chosen}
+        for name, tests in suite.items():
+            said = outcome(there / "bin/python", tests, given.seconds)
+            failed |= "passed" not in said or "failed" in said or "error" in said
+            print(f"| {package} {version} | {python} | {name} | {said} |", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

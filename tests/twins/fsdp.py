@@ -1,0 +1,329 @@
+"""FSDP2 with weights as exact differences against plain FSDP2, on two ranks over Gloo.
+
+Both models of a rank do the same. Weights, gradients and outputs are the same bits after each step,
+whoever changed a weight: an optimizer, a checkpoint, or a hand on one rank alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import evener.fsdp
+from evener.comm import mirrors
+from evener.comm.codecs import differences
+from evener.comm.mirrors import MirroredGather
+from tests.twins._ranks import Ranks, Switch
+from tests.twins.harness import Program, Twin
+
+RANKS, ROWS, WORDS = 2, 3, 7
+POLICIES: dict[str, MixedPrecisionPolicy] = {
+    "float32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "bf16 both": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "fp16": MixedPrecisionPolicy(param_dtype=torch.float16),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": torch.optim.SGD,
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
+}
+# What a hand does to the first rows of a shard.
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "scale": lambda rows: rows.mul_(-3),
+    "zero": lambda rows: rows.zero_(),
+    "minus zero": lambda rows: rows.fill_(-0.0),
+    "one": lambda rows: rows.view(-1)[:1].add_(1),
+    "nan": lambda rows: rows.fill_(float("nan")),
+    "infinite": lambda rows: rows.fill_(float("inf")),
+    "tiny": lambda rows: rows.fill_(1e-40),
+}
+_mesh = functools.cache(lambda: init_device_mesh("cpu", (RANKS,)))
+
+
+class Net(nn.Module):
+    """An embedding, blocks of odd widths, a head that may be tied."""
+
+    def __init__(self, width: int, blocks: int, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width + 3), nn.GELU(), nn.Linear(width + 3, width))
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor, skip: int = -1) -> torch.Tensor:
+        x = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            if number != skip:
+                x = x + block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Pair:
+    """One rank's two models, plain and over the mirrors."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program, self.rank = program, rank
+        self.saved: Any = None
+        self.models = [self._net(program["seed"]) for _ in range(2)]
+        make = OPTIMIZERS[program["optimizer"]]
+        self.optimizers = [make(model.parameters(), lr=program["rate"]) for model in self.models]
+        self._accelerate()
+
+    def _net(self, seed: int) -> Any:
+        given = self.program
+        torch.manual_seed(seed)
+        net = Net(given["width"], given["blocks"], given["tied"])
+        how = {
+            "mesh": _mesh(),
+            "mp_policy": POLICIES[given["policy"]],
+            "reshard_after_forward": given["reshard"],
+        }
+        for block in net.blocks:
+            fully_shard(block, **how)
+        return fully_shard(net, **how)
+
+    def _accelerate(self) -> None:
+        evener.fsdp.accelerate(self.models[1], mirror=self.program["mirror"])
+
+    def close(self) -> None:
+        evener.fsdp.release(self.models[1])
+
+    def _data(self, seed: int) -> torch.Tensor:
+        made = torch.Generator().manual_seed(10 * seed + self.rank)
+        return torch.randint(0, WORDS, (ROWS, 2), generator=made)
+
+    def do_train(self, seed: int, passes: int, skip: int, late: bool) -> None:
+        """A step; `late`: gradients are reduced with the last micro-batch alone.
+
+        FSDP2 itself fails where a block was not used and nothing is reduced.
+        """
+        late = late and skip < 0
+        for model in self.models:
+            for part in range(passes):
+                model.set_requires_gradient_sync(not late or part == passes - 1)
+                logits = model(self._data(100 * seed + part), skip)
+                logits.float().square().mean().backward()
+            if self.program["clip"]:
+                nn.utils.clip_grad_norm_(model.parameters(), self.program["clip"])
+        self._compare("gradients", lambda p: p.grad)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def do_evaluate(self, seed: int) -> None:
+        with torch.no_grad():
+            plain, ours = (model(self._data(seed)) for model in self.models)
+        assert _same(plain, ours), "outputs differ"
+
+    def do_idle(self, _seed: int) -> None:
+        """A step without gradients."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def do_freeze(self, seed: int, on: bool) -> None:
+        for model in self.models:
+            model.blocks[seed % len(model.blocks)].requires_grad_(on)
+
+    def do_write(self, seed: int, what: str, everywhere: bool) -> None:
+        """A hand writes into a weight, on one rank or on all."""
+        for model in self.models:
+            weights = list(model.parameters())
+            shard = _local(weights[seed % len(weights)])
+            if shard.numel() and (everywhere or self.rank == seed % RANKS):
+                with torch.no_grad():
+                    WRITES[what](shard[:1])
+
+    def do_load(self, seed: int) -> None:
+        """Weights of another model."""
+        other = copy.deepcopy(get_model_state_dict(self._net(seed)))
+        for model in self.models:
+            set_model_state_dict(model, other)
+
+    def do_save(self, _seed: int) -> None:
+        self.saved = [copy.deepcopy(model.state_dict()) for model in self.models]
+
+    def do_back(self, _seed: int) -> None:
+        if self.saved is not None:
+            for model, saved in zip(self.models, self.saved, strict=True):
+                model.load_state_dict(saved)
+
+    def do_ahead(self, _seed: int) -> None:
+        """Gather before the forward pass: the same weights. They are given back unused."""
+        units = [[model, *model.blocks] for model in self.models]
+        for plain, ours in zip(*units, strict=True):
+            plain.unshard()
+            ours.unshard()
+        self._compare("gathered weights", lambda p: p.detach())
+        for unit in (*units[0], *units[1]):
+            unit.reshard()
+
+    def do_signs(self, seed: int) -> None:
+        """Zeros become minus zeros, and nothing else changes."""
+        for what in ("zero", "minus zero"):
+            self.do_write(seed, what, True)
+            self.do_ahead(seed)
+
+    def do_keep(self, _seed: int, reshard: bool) -> None:
+        for model in self.models:
+            model.set_reshard_after_forward(reshard)
+
+    def do_again(self, _seed: int) -> None:
+        """Release the model and accelerate it anew."""
+        self.close()
+        self._accelerate()
+
+    def _compare(self, what: str, of: Callable[[Any], Any]) -> None:
+        named = [list(model.named_parameters()) for model in self.models]
+        for (name, plain), (_, ours) in zip(*named, strict=True):
+            a, b = of(plain), of(ours)
+            assert (a is None) == (b is None), f"{what} of {name}"
+            if a is not None:
+                assert _same(_local(a), _local(b)), f"{what} of {name} differ"
+
+    def compare(self) -> None:
+        self._compare("weights", lambda p: p.detach())
+
+
+def _local(weight: Any) -> torch.Tensor:
+    """A rank's shard; all of it while the weight is gathered."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def run(rank: int, _size: int, program: Program, fault: str) -> None:
+    """One rank: raises where something differs."""
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        pair = Pair(program, rank)
+        try:
+            wrong = ""
+            for kind, *given in [*program["steps"], ["evaluate", 7], ["evaluate", 8]]:
+                try:
+                    getattr(pair, f"do_{kind}")(*given)
+                    pair.compare()
+                except AssertionError as error:
+                    wrong = str(error)
+                # Ranks go on together, or stop together.
+                found: list[str] = [""] * RANKS
+                dist.all_gather_object(found, wrong)
+                assert not any(found), found
+        finally:
+            pair.close()
+
+
+# --- Faults ---------------------------------------------------------------------------------------
+
+
+def _put(target: Any, name: str, value: Any) -> Callable[[], Any]:
+    return lambda: mock.patch.object(target, name, value)
+
+
+def _flipped(message: torch.Tensor, into: torch.Tensor, read: Any = differences.read) -> None:
+    read(message, into)
+    into.view(torch.int16)[0] ^= 1
+
+
+def _overlooked(headers: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(headers.numel(), dtype=torch.int64)
+
+
+def _own_row_left(
+    self: MirroredGather, *given: Any, send: Any = MirroredGather._differences
+) -> None:
+    mirror, rank = given[-1], given[5].rank()
+    before = mirror.rows[rank].clone()
+    send(self, *given)
+    mirror.rows[rank].copy_(before)
+
+
+def _kept_whole(self: MirroredGather, *given: Any, send: Any = MirroredGather._whole) -> None:
+    mirror, rank = given[-1], given[2].rank()
+    before = mirror.rows[rank].clone() if mirror.filled else None
+    send(self, *given)
+    if before is not None:
+        mirror.rows[rank].copy_(before)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "a decoded weight is off by a bit": _put(mirrors.differences, "read", _flipped),
+    "a change is overlooked": _put(mirrors.differences, "size", _overlooked),
+    "the mirror's own row stays as it was": _put(MirroredGather, "_differences", _own_row_left),
+    "of weights that go whole the own row is not kept": _put(MirroredGather, "_whole", _kept_whole),
+    "minus zero is zero": _put(mirrors, "_bits", lambda weights: weights.float()),
+}
+_switch = Switch()
+_world = functools.cache(lambda: Ranks(RANKS, timeout=60))
+
+
+def check(program: Program) -> None:
+    """Run it on both ranks."""
+    _world().run("tests.twins.fsdp:run", program, _switch.fault)
+
+
+_seeds = st.integers(0, 30)
+
+
+def _step(kind: str, *given: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.tuples(st.just(kind), _seeds, *given).map(list)
+
+
+_train = _step("train", st.integers(1, 3), st.integers(-1, 2), st.booleans())
+STEPS = st.one_of(
+    _train,
+    _train,
+    _step("evaluate"),
+    _step("idle"),
+    _step("freeze", st.booleans()),
+    _step("write", st.sampled_from(sorted(WRITES)), st.booleans()),
+    _step("load"),
+    _step("save"),
+    _step("back"),
+    _step("ahead"),
+    _step("signs"),
+    _step("keep", st.booleans()),
+    _step("again"),
+)
+PROGRAMS = st.fixed_dictionaries(
+    {
+        "seed": _seeds,
+        "width": st.sampled_from([1, 5, 8, 37]),
+        "blocks": st.integers(1, 3),
+        "tied": st.booleans(),
+        "policy": st.sampled_from(sorted(POLICIES)),
+        "reshard": st.booleans(),
+        "mirror": st.sampled_from(["host", "gpu", "off"]),
+        "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
+        "rate": st.sampled_from([0.0, 1e-6, 1e-3, 1.0]),
+        "clip": st.sampled_from([0.0, 0.5]),
+        "steps": st.lists(STEPS, min_size=1, max_size=8),
+    }
+)
+TWIN = Twin(
+    name="fsdp",
+    programs=PROGRAMS,
+    check=check,
+    faults={name: (lambda name=name: _switch.put(name)) for name in FAULTS},
+    programs_per_round=60,
+)

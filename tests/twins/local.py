@@ -1,0 +1,519 @@
+"""Local steps and the algorithm of the paper, which one process carries out for all ranks.
+
+The reference knows nothing of Evener: plain modules, one per rank, each with its own optimizers,
+schedule and GradScaler; shared weights whose gradient is the mean of how far the ranks went; and
+`torch.optim.SGD(nesterov=True)` as the outer optimizer (DiLoCo, arXiv 2311.08105, algorithm 1).
+Exact exchanges must give its weights and buffers bit for bit, after every step of the program.
+
+Forms round, so their trainings part. There each exchange is checked by itself, from the weights
+that Evener had before it: what a form with error feedback has sent and what it keeps must be all
+that there was, and a cast may be off by its own rounding; then the outer step is the reference's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.comm import groups, rounds
+from evener.comm.exchange import Exchange
+from evener.ddp import accelerate, restore
+from evener.ddp.local import LocalSteps
+from tests.twins._ranks import Ranks, Switch
+from tests.twins.harness import Program, Twin
+
+RANKS = 2
+# Of the largest magnitude in a fragment, before the outer step, which takes it at most twice.
+# Casts: each rank's BF16 has an error of 2^-8, and the sum as much of both.
+KEPT, ROUNDED = 1e-5, 4 * 2.0**-8
+CASTS = ("bf16", "fp16")
+
+
+class Net(nn.Module):
+    """A norm with statistics, tied weights, and sizes that fill no line."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        width = program["width"]
+        torch.manual_seed(program["seed"])
+        self.first = nn.Linear(8, width)
+        self.norm = nn.BatchNorm1d(width) if program["norm"] else nn.LayerNorm(width)
+        self.tied = nn.Linear(width, width, bias=False)
+        self.last = nn.Linear(width, width)
+        self.last.weight = self.tied.weight
+        self.to(getattr(torch, program["dtype"]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.tied(torch.relu(self.norm(self.first(x))))))
+
+    def parts(self) -> list[nn.Module]:
+        return [self.first, self.norm, self.tied]
+
+
+def optimizers(net: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    params = list(net.parameters())
+    if kind == "muon":
+        matrices = [p for p in params if p.dim() == 2]
+        rest = [p for p in params if p.dim() != 2]
+        return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+    made: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "sgd": lambda: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        "adamw": lambda: torch.optim.AdamW(params, lr=1e-2),
+        "rmsprop": lambda: torch.optim.RMSprop(params, lr=1e-3),
+    }
+    return [made[kind]()]
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+class Trainee:
+    """One rank's model and what trains it, as a user's program has it."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program, self.rank = program, rank
+        self.net = Net(program)
+        self.model: nn.Module = self.net
+        self.optimizers = optimizers(self.net, program["optimizer"])
+        self.schedules = [
+            torch.optim.lr_scheduler.StepLR(one, 3, 0.7) for one in self.optimizers
+        ] * program["schedule"]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=program["scaler"])
+
+    def step(self, seed: int, micro: int, overflow: int) -> None:
+        """One step of `micro` backwards; on rank `overflow` the loss is infinite."""
+        dtype = next(self.net.parameters()).dtype
+        for part in range(micro):
+            generator = torch.Generator().manual_seed(1000 * seed + 10 * part + self.rank)
+            x = torch.randn(5, 8, generator=generator).to(dtype)
+            loss = self.model(x).float().square().mean() / micro
+            if overflow == self.rank and self.program["scaler"]:
+                loss = loss * float("inf")
+            self.scaler.scale(loss).backward()
+        if self.program["clip"]:
+            for optimizer in self.optimizers:
+                if _has_gradients(optimizer):
+                    self.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+        for optimizer in self.optimizers:
+            if _has_gradients(optimizer):
+                self.scaler.step(optimizer)
+            else:  # all of it is frozen, which a scaler refuses
+                optimizer.step()
+            optimizer.zero_grad()
+        self.scaler.update()
+        for schedule in self.schedules:
+            schedule.step()
+
+    def saved(self) -> dict[str, Any]:
+        parts = [self.net, *self.optimizers, *self.schedules, self.scaler]
+        return copy.deepcopy({str(i): part.state_dict() for i, part in enumerate(parts)})
+
+    def load(self, state: dict[str, Any]) -> None:
+        parts = [self.net, *self.optimizers, *self.schedules, self.scaler]
+        for i, part in enumerate(parts):
+            part.load_state_dict(copy.deepcopy(state[str(i)]))  # type: ignore[attr-defined]
+
+    def values(self) -> list[torch.Tensor]:
+        return [*(p.detach() for p in self.net.parameters()), *self.net.buffers()]
+
+
+class Reference:
+    """All ranks of the paper's algorithm, in one process."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.ranks = [Trainee(program, rank) for rank in range(RANKS)]
+        self.since = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Go on from the weights as they are, which all ranks have."""
+        weights = self.ranks[0].net.parameters()  # those of the others are equal
+        self.shared = [nn.Parameter(p.detach().float().clone()) for p in weights]
+        momentum = self.program["momentum"]
+        self.outer = torch.optim.SGD(
+            self.shared, self.program["lr"], momentum, nesterov=momentum > 0
+        )
+
+    def step(self, seed: int, micro: int, overflow: int) -> None:
+        for one in self.ranks:
+            one.step(seed, micro, overflow)
+        self.since += 1
+        if self.since == self.program["every"]:
+            self.exchange()
+
+    def exchange(self) -> None:
+        trained = [p.requires_grad for p in self.ranks[0].net.parameters()]
+        weights = [list(one.net.parameters()) for one in self.ranks]
+        for i, shared in enumerate(self.shared):
+            began = shared.detach().to(weights[0][i].dtype).float()
+            parts = [(began - each[i].detach().float()) / RANKS for each in weights]
+            shared.grad = parts[0] + parts[1]
+        self._forget(trained)
+        self.outer.step()
+        self._forget(trained)
+        with torch.no_grad():
+            for each in weights:
+                for parameter, shared in zip(each, self.shared, strict=True):
+                    parameter.copy_(shared)
+            for one in self.ranks[1:]:
+                pairs = zip(one.net.buffers(), self.ranks[0].net.buffers(), strict=True)
+                for buffer, first in pairs:
+                    buffer.copy_(first)
+        self.since = 0
+
+    def _forget(self, trained: list[bool]) -> None:
+        """Momentum does not move what is frozen."""
+        for shared, on in zip(self.shared, trained, strict=True):
+            if not on:
+                self.outer.state.pop(shared, None)
+
+    def saved(self) -> Any:
+        ranks = [one.saved() for one in self.ranks]
+        shared = [p.detach().clone() for p in self.shared]
+        return ranks, shared, copy.deepcopy(self.outer.state_dict()), self.since
+
+    def load(self, state: Any) -> None:
+        ranks, shared, outer, self.since = state
+        for one, saved in zip(self.ranks, ranks, strict=True):
+            one.load(saved)
+        with torch.no_grad():
+            for mine, theirs in zip(self.shared, shared, strict=True):
+                mine.copy_(theirs)
+        self.outer.load_state_dict(copy.deepcopy(outer))
+
+
+class Pair:
+    """Evener's rank and the reference of all, which take every step of a program together."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program, self.rank = program, rank
+        self.plain = Reference(program)
+        self.ours = Trainee(program, rank)
+        self.exact = program["form"] == "exact"
+        self.saved: Any = None
+        self.count = 0
+        self._accelerate()
+
+    def _accelerate(self) -> None:
+        # What is frozen at the wrap is nothing to DDP, and to local steps as little.
+        flags = [p.requires_grad for p in self.ours.net.parameters()]
+        self.ours.net.requires_grad_(True)
+        model = DistributedDataParallel(self.ours.net)
+        program = self.program
+        accelerate(
+            model,
+            self.ours.optimizers,
+            every=program["every"],
+            outer_lr=program["lr"],
+            outer_momentum=program["momentum"],
+            mode=program["form"],
+            bucket_bytes=program["bucket_bytes"],
+        )
+        for p, on in zip(self.ours.net.parameters(), flags, strict=True):
+            p.requires_grad_(on)
+        self.ours.model = model
+        self.evener: Any = model.evener
+        if not self.exact:
+            inner = self.evener.exchange
+            self.evener.exchange = lambda: self._checked(inner)
+
+    def _checked(self, exchange: Callable[[], None]) -> None:
+        """An exchange in a form that rounds; see the module."""
+        program, found = self.program, []
+        changed = torch.tensor(self.evener._changed_at)
+        dist.all_reduce(changed, dist.ReduceOp.MAX)
+        for i, fragment in enumerate(self.evener.fragments):
+            if changed:  # then that is where the round began
+                fragment.bucket.buffer.copy_(self.evener._loaded[int(changed)][i])
+                fragment.exchange.state.residual = None
+                if fragment.momentum is not None:
+                    fragment.momentum.zero_()
+            delta = torch.zeros_like(fragment.bucket.buffer)
+            views = fragment.views(delta)
+            for view, shared, p in zip(views, fragment.shared, fragment.parameters, strict=True):
+                view.copy_(shared.to(p.dtype).float() - p.detach().float())
+            momentum = fragment.momentum
+            momentum = torch.zeros_like(delta) if momentum is None else momentum.clone()
+            for view, p in zip(fragment.views(momentum), fragment.parameters, strict=True):
+                view.mul_(float(p.requires_grad))
+            before = fragment.bucket.buffer.clone()
+            # Residuals are shares of the mean, as what is sent.
+            found.append((fragment, delta / RANKS + _kept(fragment), momentum, before))
+        exchange()
+        for fragment, whole, momentum, before in found:
+            mean = whole - _kept(fragment)
+            dist.all_reduce(mean)
+            scale = _largest(whole)
+            velocity = program["momentum"] * momentum + mean
+            wanted = before - program["lr"] * (mean + program["momentum"] * velocity)
+            error = (wanted - fragment.bucket.buffer).abs().max().item()
+            feedback = fragment.exchange.wire.feedback
+            bound = (KEPT if feedback or program["form"] not in CASTS else ROUNDED) * scale
+            bound += 1e-6 * before.abs().max().item()
+            assert error <= 2 * bound, (program["form"], error, bound)
+            every = [torch.empty_like(before) for _ in range(RANKS)]
+            dist.all_gather(every, fragment.bucket.buffer)
+            assert torch.equal(every[0], every[1]), "the ranks' shared weights differ"
+            for shared, p in zip(fragment.shared, fragment.parameters, strict=True):
+                assert torch.equal(shared.to(p.dtype), p.detach()), "not the shared weights"
+
+    # --- steps of a program ---
+
+    def do_train(self, steps: int, micro: int, overflow: int) -> None:
+        for _ in range(steps):
+            self.count += 1
+            for one in (self.plain, self.ours):
+                one.step(self.count, micro, overflow)  # type: ignore[attr-defined]
+            self.compare()
+
+    def do_freeze(self, part: int, on: bool) -> None:
+        for one in (*self.plain.ranks, self.ours):
+            one.net.parts()[part].requires_grad_(on)
+
+    def do_evaluate(self) -> None:
+        outputs = []
+        for one in (self.plain.ranks[self.rank], self.ours):
+            one.net.eval()
+            with torch.no_grad():
+                outputs.append(one.model(torch.ones(2, 8, dtype=next(one.net.parameters()).dtype)))
+            one.net.train()
+        assert not self.exact or torch.equal(*outputs), "outputs differ"
+
+    def do_save(self) -> None:
+        file = io.BytesIO()  # as a user has it: through a file
+        torch.save({"trainee": self.ours.saved(), "evener": self.evener.state_dict()}, file)
+        self.saved = self.plain.saved(), file.getvalue()
+
+    def do_back(self, evener_first: bool, anew: bool) -> None:
+        """Load on all ranks what each of them saved, into the same job or a new one."""
+        if self.saved is None:
+            return
+        plain, file = self.saved
+        self.plain.load(plain)
+        if anew:
+            self.evener.close()
+            self.ours.model = self.ours.net
+            self._accelerate()
+        state = torch.load(io.BytesIO(file), weights_only=False)
+        loads = [
+            lambda: self.evener.load_state_dict(state["evener"]),
+            lambda: self.ours.load(state["trainee"]),
+        ]
+        for load in loads if evener_first else reversed(loads):
+            load()
+
+    def do_resume(self, evener_first: bool, anew: bool) -> None:
+        """The end of one job and the beginning of the next."""
+        self.do_save()
+        self.do_back(evener_first, anew)
+
+    def do_load(self, seed: int) -> None:
+        """Other weights, on all ranks alike."""
+        other = Net({**self.program, "seed": seed}).state_dict()
+        for one in (*self.plain.ranks, self.ours):
+            one.net.load_state_dict(other)
+        self.plain.begin()
+
+    def do_take(self) -> None:
+        """All ranks load what rank 0 has saved in this moment: Accelerate's load_state."""
+        first, *others = self.plain.ranks
+        own = copy.deepcopy(first.net.state_dict())
+        moved = False
+        for one in others:
+            pairs = zip(one.net.parameters(), first.net.parameters(), strict=True)
+            moved |= not all(torch.equal(a, b) for a, b in pairs)
+        for one in self.plain.ranks:
+            one.net.load_state_dict(own)
+        if moved:
+            self.plain.begin()
+        box = [self.ours.net.state_dict()]
+        dist.broadcast_object_list(box, src=0)
+        self.ours.net.load_state_dict(box[0])
+
+    def do_try(self) -> None:
+        """Evaluate with other weights, and take the own back."""
+        for one in (*self.plain.ranks, self.ours):
+            own = copy.deepcopy(one.net.state_dict())
+            one.net.load_state_dict({k: torch.zeros_like(v) for k, v in own.items()})
+            one.net.load_state_dict(own)
+
+    def do_again(self) -> None:
+        """Plain DDP for a moment."""
+        if self.plain.since:
+            self.plain.exchange()
+        self.plain.since = 0
+        self.plain.begin()
+        restore(self.ours.model)  # type: ignore[arg-type]
+        self.ours.model = self.ours.net
+        self._accelerate()
+
+    def compare(self) -> None:
+        if not self.exact:
+            return
+        theirs = self.plain.ranks[self.rank].values()
+        names = [*dict(self.ours.net.named_parameters()), *dict(self.ours.net.named_buffers())]
+        for name, a, b in zip(names, theirs, self.ours.values(), strict=True):
+            assert torch.equal(a, b), f"{name} differs"
+
+
+def _kept(fragment: Any) -> torch.Tensor:
+    residual = fragment.exchange.state.residual
+    return torch.zeros_like(fragment.bucket.buffer) if residual is None else residual.clone()
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    found = tensor.abs().max()
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def run(rank: int, _size: int, program: Program, fault: str) -> None:
+    """One rank: raises where something differs."""
+    os.environ.update(LIGHT_TOPK_THRESHOLD="0", EVENER_TIMEOUT="20", EVENER_LOG="warning")
+    nodes = mock.patch.object(groups, "host_identity", lambda: f"node{rank}")
+    with nodes, FAULTS[fault]() if fault else contextlib.nullcontext():
+        pair = Pair(program, rank)
+        try:
+            for kind, *given in [*program["steps"], ["train", program["every"], 1, -1]]:
+                wrong = ""
+                try:
+                    getattr(pair, f"do_{kind}")(*given)
+                except AssertionError as error:
+                    wrong = str(error) or repr(error)
+                found: list[str] = [""] * RANKS
+                dist.all_gather_object(found, wrong)  # ranks go on together, or stop together
+                assert not any(found), found
+        finally:
+            pair.evener.close()
+
+
+# --- Faults ---------------------------------------------------------------------------------------
+
+
+def _put(target: Any, name: str, value: Any) -> Callable[[], Any]:
+    return lambda: mock.patch.object(target, name, value)
+
+
+def _heavy_ball(mean: Any, momentum: Any, shared: Any, options: Any, trained: bool) -> None:
+    if momentum is not None:
+        momentum.mul_(options.outer_momentum).add_(mean)
+        mean.copy_(momentum)
+        if not trained:
+            momentum.zero_()
+            mean.zero_()
+    shared.add_(mean, alpha=-options.outer_lr)
+
+
+def _always_trained(*given: Any, step: Any = rounds.outer_step) -> None:
+    step(*given[:4], True)
+
+
+def _forgetful(self: Any, *given: Any, run: Any = Exchange.run, **more: Any) -> None:
+    run(self, *given, **more)
+    self.state.residual = None
+
+
+def _without_momentum(self: Any, state: Any, load: Any = rounds.Rounds.load_state_dict) -> None:
+    load(self, {**state, "momentum": {}})
+
+
+def _round_begins(self: Any, state: Any, load: Any = rounds.Rounds.load_state_dict) -> None:
+    load(self, {**state, "since": 0})
+
+
+def _any_load(self: Any, settle: Any = rounds.Rounds.settle) -> None:
+    if self._before is not None:
+        self._before = [torch.full_like(each, torch.nan) for each in self._before]
+    settle(self)
+
+
+def _buffers_stay(self: Any) -> None:
+    """Nothing."""
+
+
+def _first_counts(self: Any, optimizer: Any, ends: Any = LocalSteps._ends) -> None:
+    if self._optimizers[0] is optimizer:
+        self._rounds.stepped()
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "momentum is not Nesterov's": _put(rounds, "outer_step", _heavy_ball),
+    "momentum moves what is frozen": _put(rounds, "outer_step", _always_trained),
+    "rounding to 16 bits is a step": _put(rounds, "rounded", lambda shared, _: shared),
+    "what was not sent is forgotten": _put(Exchange, "run", _forgetful),
+    "a checkpoint has no momentum": _put(rounds.Rounds, "load_state_dict", _without_momentum),
+    "a checkpoint begins a round": _put(rounds.Rounds, "load_state_dict", _round_begins),
+    "weights that are loaded are a step": _put(rounds.Rounds, "settle", _buffers_stay),
+    "weights that are tried begin a round": _put(rounds.Rounds, "settle", _any_load),
+    "the first optimizer's step is the step": _put(LocalSteps, "_ends", _first_counts),
+}
+_switch = Switch()
+_world = functools.cache(lambda: Ranks(RANKS, timeout=120))
+
+
+def check(program: Program) -> None:
+    """Run it on both ranks."""
+    _world().run("tests.twins.local:run", program, _switch.fault)
+
+
+def _step(kind: str, *given: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.tuples(st.just(kind), *given).map(list)
+
+
+_train = _step("train", st.integers(1, 5), st.integers(1, 2), st.integers(-1, 1))
+STEPS = st.one_of(
+    _train,
+    _train,
+    _train,
+    _step("freeze", st.integers(0, 2), st.booleans()),
+    _step("evaluate"),
+    _step("save"),
+    _step("back", st.booleans(), st.booleans()),
+    _step("resume", st.booleans(), st.booleans()),
+    _step("load", st.integers(20, 25)),
+    _step("take"),
+    _step("try"),
+    _step("again"),
+)
+PROGRAMS = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 9),
+        "width": st.sampled_from([1, 7, 33, 70]),
+        "norm": st.booleans(),
+        "dtype": st.sampled_from(["float32", "float32", "bfloat16"]),
+        "optimizer": st.sampled_from(["sgd", "adamw", "rmsprop", "muon"]),
+        "schedule": st.booleans(),
+        "scaler": st.booleans(),
+        "clip": st.booleans(),
+        "every": st.integers(1, 5),
+        "lr": st.sampled_from([0.7, 1.0, 0.5]),
+        "momentum": st.sampled_from([0.9, 0.9, 0.0]),
+        "form": st.sampled_from(
+            ["exact", "exact", "exact", "bf16", "fp16", "int8", "int4", "topk-chunk", "topk"]
+        ),
+        "bucket_bytes": st.sampled_from([0, 4096, 1 << 26]),
+        "steps": st.lists(STEPS, min_size=1, max_size=8),
+    }
+)
+TWIN = Twin(
+    name="local",
+    programs=PROGRAMS,
+    check=check,
+    faults={name: (lambda name=name: _switch.put(name)) for name in FAULTS},
+    programs_per_round=60,
+)

@@ -1,0 +1,66 @@
+"""What is not done as it was asked for is said once, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evener import zero
+from evener.errors import UsageError
+from evener.zero.activations import Offload
+from evener.zero.device import SimulatedDevice
+from evener.zero.host import HostMemory
+from evener.zero.spans import Spans
+from tests.zero.models import Model
+from tests.zero.test_checkpoint import start
+
+
+def test_places_without_those_that_stay_are_refused() -> None:
+    for given in ({"streaming": True}, {"away": {"layers.0/0"}}):
+        with pytest.raises(UsageError, match="with no `resident` that is planned"):
+            zero.initialize(model=Model(), config={}, **given)  # type: ignore[arg-type]
+
+
+def test_values_cannot_be_assigned() -> None:
+    engine = start(Model())
+    with pytest.raises(UsageError, match="assign=True"):
+        engine.module.load_state_dict(engine.module.state_dict(), assign=True)
+    engine.close()
+
+
+def test_a_fused_loss_without_a_layer_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"evener": {"device": "cpu", "loss": "fused"}}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine, *_ = zero.initialize(model=model, config=config, resident=set())
+    assert "no linear layer that makes logits" in caplog.text
+    engine.close()
+
+
+def test_what_a_checkpoint_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(Model())
+    saved = zero.save_checkpoint(engine, tmp_path)
+    engine.close()
+    schedule: dict[str, Any] = {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    }
+    engine = start(Model(), **schedule)
+    zero.load_checkpoint(engine, tmp_path)
+    assert "holds no learning rate schedule" in caplog.text
+    meta = json.loads((saved / "meta.json").read_text(encoding="utf-8"))
+    (saved / "meta.json").write_text(json.dumps({**meta, "ranks": 2}), encoding="utf-8")
+    zero.load_checkpoint(engine, tmp_path)
+    assert "is of 2 ranks and this run has 1: random numbers go on as they are" in caplog.text
+    engine.close()
+
+
+def test_activations_that_have_no_room(caplog: pytest.LogCaptureFixture) -> None:
+    device = SimulatedDevice()
+    offload = Offload(device, Spans(device), HostMemory(1 << 20))
+    for _ in range(3):
+        assert offload._room(1 << 24, torch.float32) is None
+    assert caplog.text.count("activations stay on the accelerator") == 1
