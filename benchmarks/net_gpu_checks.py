@@ -2,6 +2,7 @@
 
     python benchmarks/net_gpu_checks.py versions   # NCCL takes each interface that it knows
     python benchmarks/net_gpu_checks.py comms      # 50 communicators made and destroyed
+    python benchmarks/net_gpu_checks.py protocols  # LL, LL128, Simple, NCCL's choice, word for word
 
 Every sum is compared with what it must be.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import net_protocols
 from harness.records import RESULTS
 from net_elf import hide
 from net_gpu import USING, VARIANTS, environment
@@ -147,17 +149,31 @@ def comms(count: int) -> dict[str, Any]:
 def main() -> None:
     """Parse, run one of them."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("what", choices=("versions", "comms"))
+    parser.add_argument("what", choices=("versions", "comms", "protocols"))
     parser.add_argument("--count", type=int, default=50, help="communicators")
+    parser.add_argument("--engines", help=", ".join(net_protocols.ENGINES))
+    parser.add_argument("--networks", help=", ".join(net_protocols.NETWORKS))
+    parser.add_argument("--seconds", type=float, default=0.45, help="a protocol and size")
+    parser.add_argument("--plugin", metavar="FILE", help="another build of the plug-in")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
-        rank_main(given.what, given.count)
+        if given.what == "protocols":
+            net_protocols.rank_main(given.seconds)
+        else:
+            rank_main(given.what, given.count)
         return
     given.json = given.json or RESULTS / f"net-gpu-{given.what}.json"
     began = time.time()
-    found = versions() if given.what == "versions" else comms(given.count)
+    match given.what:
+        case "versions":
+            found = versions()
+        case "comms":
+            found = comms(given.count)
+        case _:
+            found = net_protocols.protocols(given)
     harness.keep(given, seconds=time.time() - began, found=found)
+    sys.exit(not found.get("right", True))
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ fn status(field: &str) -> i64 {
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-/// Processor time of this process.
-fn worked() -> Duration {
+/// Processor time of this process, and how often a thread of it went to sleep.
+fn worked() -> (Duration, i64) {
     // SAFETY: a plain structure is filled.
     let usage = unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
@@ -66,7 +66,7 @@ fn worked() -> Duration {
     let time = |one: libc::timeval| {
         Duration::from_secs(one.tv_sec as u64) + Duration::from_micros(one.tv_usec as u64)
     };
-    time(usage.ru_utime) + time(usage.ru_stime)
+    (time(usage.ru_utime) + time(usage.ru_stime), usage.ru_nvcsw)
 }
 
 /// The first device's sockets in the child of a fork.
@@ -134,13 +134,16 @@ fn nothing_stays_behind() {
     let kilobytes = status("VmRSS:") - before.2;
     assert!(kilobytes < 8192, "{kilobytes} kB more");
 
-    // An open communicator with nothing to do: less than a hundredth of a core.
+    // An open communicator with nothing to do sleeps. What a wake-up costs depends on the machine, and
+    // on what else it does; how many there are does not.
     std::thread::sleep(Duration::from_millis(200));
     let before = worked();
     std::thread::sleep(Duration::from_secs(3));
-    let idle = worked() - before;
-    println!("idle: {idle:?} in 3 s");
-    assert!(idle < Duration::from_millis(30), "{idle:?} in 3 s");
+    let after = worked();
+    let (idle, wakes) = (after.0 - before.0, after.1 - before.1);
+    println!("idle: {wakes} wake-ups, {idle:?} in 3 s");
+    assert!(wakes < 600, "{wakes} wake-ups in 3 s");
+    assert!(idle < Duration::from_millis(500), "{idle:?} in 3 s");
 
     assert_eq!(sockets_of_a_child(), 0);
     // The parent's are as they were.

@@ -34,6 +34,9 @@ from evener.zero.passes import Passes
 from evener.zero.untouched import Attributes, kept_graphs, replace_kept
 from evener.zero.vocabulary import LazyLogits
 
+LARGE_BUFFER = 16 << 20
+"""Bytes of a buffer from which on it is not kept for every pass."""
+
 
 class NoRoomError(EvenerError):
     """A step needs more accelerator memory than the budget has, and no more room can be made."""
@@ -288,7 +291,7 @@ class Boundary:
         self._check = check
         self._room = room
         self._retry = retry
-        self._mutable: list[torch.Tensor] | None = None
+        self._changing: dict[bool, list[torch.Tensor]] = {}
 
         # What torch.compile makes of a whole model would hold weights that come and go, so a pass
         # runs as it is. `compile` of the configuration compiles each block, inside of its hooks.
@@ -305,16 +308,25 @@ class Boundary:
         self.current = None
 
     def buffers(self) -> list[torch.Tensor]:
-        """Buffers that a forward pass changes; all, before the first."""
-        if self._mutable is None:
-            return list(self.model.buffers())
-        return self._mutable
+        """Buffers that a pass may change: a branch that is taken now may not have been before.
+
+        Large ones (a quantized weight) are looked at in the first pass of `train()` and of `eval()`.
+        """
+        changing = self._changing.get(self.model.training)
+        buffers = list(self.model.buffers())
+        if changing is None:
+            return buffers
+        known = {id(buffer) for buffer in changing}
+        return [b for b in buffers if b.nbytes <= LARGE_BUFFER or id(b) in known]
 
     def changed(self, state: _State) -> None:
-        """After a pass: learn which buffers it changed."""
-        if self._mutable is None:
-            self._mutable = [b for b, old in state.buffers if not torch.equal(b, old)]
-            state.buffers = [(b, o) for b, o in state.buffers if any(b is m for m in self._mutable)]
+        """After a pass: learn which of the large buffers it changed."""
+        if self.model.training not in self._changing:
+            large = [(b, old) for b, old in state.buffers if b.nbytes > LARGE_BUFFER]
+            changing = [b for b, old in large if not torch.equal(b, old)]
+            self._changing[self.model.training] = changing
+            still = {id(b) for b, _ in large} - {id(b) for b in changing}
+            state.buffers = [(b, old) for b, old in state.buffers if id(b) not in still]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.passes.suspended:
