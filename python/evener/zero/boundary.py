@@ -310,7 +310,7 @@ class Boundary:
     def buffers(self) -> list[torch.Tensor]:
         """Buffers that a pass may change: a branch that is taken now may not have been before.
 
-        Large ones (a quantized weight) are looked at in the first pass of `train()` and of `eval()`.
+        Large ones (a quantized weight) are looked at in the first pass of each mode alone.
         """
         changing = self._changing.get(self.model.training)
         buffers = list(self.model.buffers())
