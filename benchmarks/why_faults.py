@@ -1,6 +1,7 @@
 """Twelve kinds of fault in jobs of three ranks: does the watch name the right rank and kind?
 
     python benchmarks/why_faults.py --runs 10 [--kinds stop,kill] [--programs ddp,fsdp2]
+    python benchmarks/why_faults.py --nccl --ras      # on three GPUs, NCCL's RAS asked beside it
 
 Each run forks three ranks off a process that has imported torch (a run takes seconds, and not the
 time of three imports), lets them train, breaks one of them, and takes the first verdict that the
@@ -8,7 +9,8 @@ watch of `evener launch` says: the right one names the rank and the kind. Second
 fault. `quiet` breaks nothing: any verdict is a false alarm.
 
 The ranks of `link` and `one-way` live in network namespaces of their own, joined by a bridge;
-`memory` runs in a memory cgroup; `shm` sees a small /dev/shm. These need root.
+`memory` runs in a memory cgroup; `shm` sees a small /dev/shm. These need root. With `--nccl` DDP
+and FSDP2 run on GPUs, with the kinds that need neither.
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import harness
+
+if TYPE_CHECKING:
+    import torch
 
 RANKS = 3
 FLOOR = 3.0
@@ -54,6 +59,8 @@ KINDS = {
     "skew": ("cause.clock",),
 }
 PROGRAMS = ("ddp", "fsdp2", "horovod", "pipeline")
+NCCL_PROGRAMS = ("nccl-ddp", "nccl-fsdp2")
+NCCL_KINDS = ("kill", "stop", "order", "shape", "slow", "loader", "exception", "quiet")
 
 
 # --- what a rank runs ---
@@ -121,16 +128,22 @@ def train(program: str, fault: Fault) -> None:
             return torch.full((32,), float(index % 7))
 
     torch.manual_seed(0)
+    on_gpu = program.startswith("nccl-")
     if program == "horovod":
         import evener.horovod.torch as hvd
 
         hvd.init()
-    else:
-        dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
+    program, device = program.removeprefix("nccl-"), torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    elif program != "horovod":
+        dist.init_process_group("gloo")
     model: Any = torch.nn.Sequential(
         torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
-    )
+    ).to(device)
     step_of = None
     if program == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
@@ -138,7 +151,7 @@ def train(program: str, fault: Fault) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (RANKS,))
+        mesh = init_device_mesh(device.type, (RANKS,))
         fully_shard(model[0], mesh=mesh)
         fully_shard(model[2], mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -165,20 +178,22 @@ def train(program: str, fault: Fault) -> None:
     for step, batch in enumerate(DataLoader(Data(), batch_size=4)):
         odd = fault.me and step == WARM
         if step % 4 == 0:  # what a program does besides: a figure of all ranks
-            metric(program, 5 if odd and fault.kind == "shape" else 4, step)
+            metric(program, 5 if odd and fault.kind == "shape" else 4, step, device)
         fault.at(step)
         if odd and fault.kind == "order":
-            other(program)
+            other(program, device)
         if step_of is not None:
             step_of(batch)
         else:
-            model(batch).square().mean().backward()
+            loss = model(batch.to(device)).square().mean()
+            loss.backward()
+            float(loss)
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.03)
 
 
-def metric(program: str, size: int, step: int) -> None:
+def metric(program: str, size: int, step: int, device: torch.device) -> None:
     """A small reduction over all ranks."""
     import torch
 
@@ -187,10 +202,10 @@ def metric(program: str, size: int, step: int) -> None:
 
         hvd.allreduce(torch.ones(size), name=f"metric.{step}")
     else:
-        torch.distributed.all_reduce(torch.ones(size))
+        torch.distributed.all_reduce(torch.ones(size, device=device))
 
 
-def other(program: str) -> None:
+def other(program: str, device: torch.device) -> None:
     """An operation that the other ranks do not call."""
     import torch
 
@@ -199,7 +214,8 @@ def other(program: str) -> None:
 
         hvd.allreduce(torch.ones(2), name="only here")
     else:
-        torch.distributed.broadcast(torch.ones(2), src=torch.distributed.get_rank())
+        data = torch.ones(2, device=device)
+        torch.distributed.broadcast(data, src=torch.distributed.get_rank())
 
 
 def be_rank(
@@ -218,6 +234,7 @@ def be_rank(
             RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), MASTER_PORT=str(port),
             LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="10.77.0.1" if network else "127.0.0.1",
             EVENER_LAUNCH_WATCH=str(folder / "rings"), GLOO_SOCKET_IFNAME="e0" if network else "lo",
+            NCCL_NVLS_ENABLE="0", NCCL_RAS_ADDR=f"127.0.0.1:{port + 1}",
         )  # fmt: skip
         if network:
             enter_network(rank, folder)
@@ -323,9 +340,10 @@ class Network:
 # --- one run ---
 
 
-def run(program: str, kind: str, who: int) -> dict[str, Any]:
-    """One job with one fault: what was said, and when."""
+def run(program: str, kind: str, who: int, ras: bool = False) -> dict[str, Any]:
+    """One job with one fault: what was said, and when; `ras`: what NCCL's RAS says then."""
     from evener.tools.why import Watch
+    from evener.tools.why.ras import ask
 
     folder = Path(tempfile.mkdtemp(prefix="evener-faults-"))
     lines: dict[int, list[str]] = {rank: [] for rank in range(RANKS)}
@@ -370,6 +388,7 @@ def run(program: str, kind: str, who: int) -> dict[str, Any]:
         if first and not said:
             time.sleep(0.3)
             watch.failed({}, folder, first)
+        asked = ask(("127.0.0.1", port + 1)) if ras else ""
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -393,6 +412,7 @@ def run(program: str, kind: str, who: int) -> dict[str, Any]:
         "program": program, "kind": kind, "who": who, "id": found[0], "title": found[1],
         "seconds": round(said[0][0] - mark, 2) if said else None,
         "text": said[0][1] if said else "", "tail": steps if not said else "",
+        "ras": asked,
     }  # fmt: skip
 
 
@@ -426,8 +446,12 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join([*KINDS, "quiet"]))
     parser.add_argument("--programs", default=",".join(PROGRAMS))
     parser.add_argument("--seconds", type=float, default=1e9, help="Stop after this long.")
+    parser.add_argument("--nccl", action="store_true", help="on three GPUs")
+    parser.add_argument("--ras", action="store_true", help="ask NCCL's RAS at each verdict")
     parser.add_argument("-v", "--verbose", action="store_true")
     args = parser.parse_args()
+    if args.nccl:
+        args.programs, args.kinds = ",".join(NCCL_PROGRAMS), ",".join(NCCL_KINDS)
     import torch
     import torch.distributed.fsdp
     import torch.distributed.pipelining
@@ -444,7 +468,7 @@ def main() -> int:
         for kind, program in cells:
             if time.monotonic() > end:
                 break
-            one = run(program, kind, random.randrange(RANKS))
+            one = run(program, kind, random.randrange(RANKS), args.ras)
             one["right"] = right(one)
             if one["right"]:
                 one["text"] = one["text"].partition("\n")[0]
