@@ -358,6 +358,10 @@ def run(program: str, kind: str, who: int, ras: bool = False) -> dict[str, Any]:
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
+            if program in NCCL_PROGRAMS:  # CUDA does not live through a fork
+                given = [str(x) for x in (rank, program, kind, who, folder, port, write)]
+                os.set_inheritable(write, True)
+                os.execv(sys.executable, [sys.executable, __file__, "--rank", *given])
             be_rank(rank, program, kind, who, folder, port, write)
         os.close(write)
         pids[pid] = rank
@@ -441,6 +445,9 @@ def right(one: dict[str, Any]) -> bool:
 
 def main() -> int:
     """Run all, print a table, write JSON."""
+    if sys.argv[1:2] == ["--rank"]:
+        rank, program, kind, who, folder, port, pipe = sys.argv[2:]
+        be_rank(int(rank), program, kind, int(who), Path(folder), int(port), int(pipe))
     parser = harness.arguments(__doc__, json="why_faults.json")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--kinds", default=",".join([*KINDS, "quiet"]))
@@ -451,7 +458,8 @@ def main() -> int:
     parser.add_argument("-v", "--verbose", action="store_true")
     args = parser.parse_args()
     if args.nccl:
-        args.programs, args.kinds = ",".join(NCCL_PROGRAMS), ",".join(NCCL_KINDS)
+        args.programs = ",".join(NCCL_PROGRAMS)
+        args.kinds = ",".join(kind for kind in args.kinds.split(",") if kind in NCCL_KINDS)
     import torch
     import torch.distributed.fsdp
     import torch.distributed.pipelining
@@ -481,9 +489,10 @@ def main() -> int:
             )
             if args.verbose and not one["right"]:
                 print(one["text"], one["tail"], sep="\n")
-            record = harness.record(args, ranks=RANKS, floor_s=FLOOR, runs=done)
-            record["table"] = table(done).splitlines()
-            harness.write(args.json, json.loads(json.dumps(record).replace(f"{Path.cwd()}/", "")))
+    # Naming the GPUs starts CUDA here, which no later fork could use.
+    record = harness.record(args, ranks=RANKS, floor_s=FLOOR, runs=done)
+    record["table"] = table(done).splitlines()
+    harness.write(args.json, json.loads(json.dumps(record).replace(f"{Path.cwd()}/", "")))
     print(table(done))
     return 0
 
