@@ -175,7 +175,7 @@ def _run(rank: int, size: int, program: Program) -> str:
         plain.train(op != "evaluate")
         parts = [_batch(program, step, r) for r in range(size)]
         if op == "direct":
-            _direct(program, ours, plain, *parts[rank], step)
+            _direct(program, ours, plain, parts, rank, step)
             continue
         if op == "save":
             ours = _elsewhere(program, ours, size)
@@ -268,14 +268,22 @@ def _pass(
 
 
 def _direct(
-    program: Program, ours: moe.MoE, plain: Loop, x: torch.Tensor, seed: torch.Tensor, step: int
+    program: Program, ours: moe.MoE, plain: Loop, parts: list[Any], rank: int, step: int
 ) -> None:
     """The experts alone, with choices of nobody, and of one expert twice."""
-    generator = torch.Generator().manual_seed(step)
-    flat = x.reshape(-1, x.shape[-1])
-    shape = (len(flat), program["top_k"])
-    chosen = torch.randint(-1, program["experts"] + 1, shape, generator=generator)
-    weights = torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    def drawn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        flat = x.reshape(-1, x.shape[-1])
+        shape = (len(flat), program["top_k"])
+        chosen = torch.randint(-1, program["experts"] + 1, shape, generator=generator)
+        return flat, chosen, torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    for r, (other, _) in enumerate(parts):
+        if r != rank:  # the load is that of all ranks
+            plain.experts(*drawn(other))
+    x, seed = parts[rank]
+    flat, chosen, weights = drawn(x)
     given = [w.clone().requires_grad_() for w in (weights, weights)]
     out, wanted = ours.experts(flat, chosen, given[0]), plain.experts(flat, chosen, given[1])
     _close("outputs of the experts", out, wanted)

@@ -287,7 +287,7 @@ STEPS = st.one_of(
 def _bounded(program: Program) -> Program:
     """Without what docs/reference/limits.md says of stage 3: other gathers than those that are
     refused before the step wait until the group's timeout."""
-    if program["stage"] == 3 and (program["blocks"] < 3 or program["resident"] > 1):
+    if program["stage"] == 3 and program["blocks"] - program["resident"] < 3:
         steps = [step for step in program["steps"] if step[0] != "order"]
         return {**program, "steps": steps or [["train", 0, "plain"]]}
     return program
