@@ -4,8 +4,8 @@ A function may run padded where what it gives for the real rows depends on them 
 one nearly full batch does not show that: a mean over 1,024 rows changes little with one row more.
 So the check runs the function several times:
 
-- **Sizes.** The first rows of the call, as few as one of them, padded up to the edge, beside the
-  plain function on these rows. What depends on the number of rows is then far off, and not by one
+- **Sizes.** Some rows of the call, as few as one of them, padded up to the edge, beside the plain
+  function on these rows. What depends on the number of rows is then far off, and not by one
   part in the size of the batch.
 - **Fillings.** The same rows with other padding: real rows in another order, rows far above and far
   below all real ones, and NaN. The shape is the same, so are the kernels, and what the function
@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 # A record of an earlier process counts where its check was this one.
-PROOF = 2
+PROOF = 3
+_FEW = 8
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,23 @@ class Filling:
         return self.factor != 1.0 or self.shift != 0.0
 
 
-def sizes(size: int, edge: int) -> list[int]:
-    """How many of a call's `size` rows are run, padded to `edge`: at least one row of padding.
+def samples(size: int, edge: int) -> list[range]:
+    """Which of a call's `size` rows are run, padded to `edge`: at least one row of padding.
 
-    The first has a real share of padding; a row alone comes last, where not every function works.
+    The first has a real share of padding. Then come ever fewer, down to one: wherever the function
+    takes another branch for fewer rows, one of them has it. A few rows run backwards too, and from
+    the end: an `argmax` of two rows is right by luck every second time.
     """
     most = min(size, edge - 1)
-    wanted = (min(most, max(1, edge // 2)), most, most * 2 // 3 | 1, most // 3, 1)
-    return [n for n in dict.fromkeys(wanted) if 1 <= n <= most]
+    wanted = [min(most, max(1, edge // 2)), most, most * 2 // 3 | 1]
+    while wanted[-1] > 1:
+        wanted.append(wanted[-1] // 2)
+    found: list[range] = []
+    for n in dict.fromkeys(n for n in wanted if n <= most):
+        found.append(range(n))
+        if n <= _FEW:
+            found += [range(n - 1, -1, -1), range(size - n, size)]
+    return list(dict.fromkeys(found))
 
 
 def fillings(size: int, more: int, masked: bool) -> list[Filling]:

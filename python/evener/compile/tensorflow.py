@@ -277,11 +277,11 @@ class Function(Bucketed[_Call]):
             self._kind = kind_of(self._traced(call, size, edge).graph.as_graph_def())
         return self._kind == "pure"
 
-    def _first(self, call: _Call, size: int) -> _Call:
-        """The call with its first rows."""
+    def _some(self, call: _Call, rows: range) -> _Call:
+        """The call with these of its rows."""
         leaves = list(call.leaves)
         for i in call.padded:
-            leaves[i] = self._short(leaves[i], size)
+            leaves[i] = tf.gather(leaves[i], list(rows), axis=self._dim)
         return _Call(leaves, call.structure, call.padded, call.taped, call.key)
 
     def _prepare(
@@ -295,7 +295,7 @@ class Function(Bucketed[_Call]):
         if edge < 2:
             raise WrongError("there is nothing to pad")
         most = min(size, edge - 1)  # at least one padded row
-        short = self._first(call, most)
+        short = self._some(call, range(most))
         concrete = self._traced(short, most, edge)
         graph = concrete.graph.as_graph_def()
         branch = branches.on_values(graph, self._inputs(concrete, edge))
@@ -341,8 +341,8 @@ class Function(Bucketed[_Call]):
     ) -> list[bool]:
         """Which outputs are cut. Raises WrongError where a real row depends on the padding."""
         cut: list[bool] | None = None
-        for number, n in enumerate(independence.sizes(size, edge)):
-            short = self._first(call, n)
+        for number, rows in enumerate(independence.samples(size, edge)):
+            n, short = len(rows), self._some(call, rows)
             _put(variables, before)
             try:
                 plain, right = self._taped(lambda: self._plain(short), watched, short, None)  # noqa: B023

@@ -295,7 +295,8 @@ class Function(Bucketed[_Call]):
             known is not None
             and known["code"] == self._code
             and known.get("proof") == independence.PROOF
-            and self._compile(self._first(call, min(size, edge - 1)), edge) == len(known["cut"])
+            and self._compile(self._some(call, range(min(size, edge - 1))), edge)
+            == len(known["cut"])
         ):
             self._cut[call.key, edge] = known["cut"]
             return known
@@ -308,16 +309,18 @@ class Function(Bucketed[_Call]):
             finally:
                 _set_random_state(before)
         if dropout:
-            self._compile(self._first(call, min(size, edge - 1)), edge)
+            self._compile(self._some(call, range(min(size, edge - 1))), edge)
         self._cut[call.key, edge] = cut
         return {"code": self._code, "cut": cut, "proof": independence.PROOF}
 
-    def _first(self, call: _Call, size: int) -> _Call:
-        """The call with its first rows."""
+    def _some(self, call: _Call, rows: range) -> _Call:
+        """The call with these of its rows."""
         leaves = list(call.leaves)
         for i in call.padded:
             x = leaves[i]
-            leaves[i] = x.detach().narrow(self._dim, 0, size).requires_grad_(x.requires_grad)
+            index = torch.tensor(rows, device=x.device)
+            some = x.detach().index_select(self._dim, index)
+            leaves[i] = some.requires_grad_(x.requires_grad)
         return _Call(leaves, call.tree, call.padded, call.key)
 
     def _compile(self, call: _Call, edge: int) -> int:
@@ -333,8 +336,8 @@ class Function(Bucketed[_Call]):
         """Which outputs are cut. Raises WrongError where a real row depends on the padding."""
         seed = _random_state()
         cut: list[bool] = []
-        for number, n in enumerate(independence.sizes(size, edge)):
-            short = self._first(call, n)
+        for number, rows in enumerate(independence.samples(size, edge)):
+            n, short = len(rows), self._some(call, rows)
             _set_random_state(seed)
             try:
                 plain, tree = pytree.tree_flatten(self._plain(short))
