@@ -121,7 +121,12 @@ class Pair:
             for part in range(passes):
                 model.set_requires_gradient_sync(not late or part == passes - 1)
                 logits = model(self._data(100 * seed + part), skip)
-                logits.float().square().mean().backward()
+                try:
+                    logits.float().square().mean().backward()
+                except RuntimeError as error:
+                    if model is self.models[0]:
+                        raise PlainError from error
+                    raise
             if self.program["clip"]:
                 nn.utils.clip_grad_norm_(model.parameters(), self.program["clip"])
         self._compare("gradients", lambda p: p.grad)
@@ -213,6 +218,10 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
+class PlainError(Exception):
+    """FSDP2 itself fails: in 16 bits, with a block that trains again after it was frozen."""
+
+
 def run(rank: int, _size: int, program: Program, fault: str) -> None:
     """One rank: raises where something differs."""
     with FAULTS[fault]() if fault else contextlib.nullcontext():
@@ -223,6 +232,8 @@ def run(rank: int, _size: int, program: Program, fault: str) -> None:
                 try:
                     getattr(pair, f"do_{kind}")(*given)
                     pair.compare()
+                except PlainError:
+                    return  # on all ranks
                 except AssertionError as error:
                     wrong = str(error)
                 # Ranks go on together, or stop together.
