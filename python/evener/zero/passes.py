@@ -116,7 +116,7 @@ class Passes:
             for chunk in chunks:
                 for place, piece in enumerate(chunk.group.pieces):
                     self._home[piece.parameter] = (chunk, place, live)
-                    if chunk.group.trainable:
+                    if chunk.group.trainable and piece.parameter.requires_grad:
                         self._hooks.append(
                             piece.parameter.register_post_accumulate_grad_hook(self._on_gradient)
                         )
