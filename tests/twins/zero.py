@@ -437,7 +437,7 @@ PROGRAMS = st.fixed_dictionaries(
         "recompute": st.booleans(),
         "resident": st.integers(0, 2),
         # What the simulated device counts is traced before a step, as on a GPU: seconds.
-        "device": st.sampled_from(["cpu"] * 9 + ["simulated"]),
+        "device": st.sampled_from(["cpu"] * 49 + ["simulated"]),
         "steps": st.lists(STEPS, min_size=1, max_size=7),
     }
 )
