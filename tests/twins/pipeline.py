@@ -31,7 +31,8 @@ CARRIED = (
     "linear", "gelu", "norm", "eval dropout", "no dropout", "eval batch norm", "detach", "no_grad",
     "in place", "shared", "frozen", "attention", "mode", "complex", "autocast", "frozen in part",
 )  # fmt: skip
-COUPLED = ("batch norm", "counter in a buffer", "branch on rows")
+COUNTING = ("counter in a buffer", "calls counted")
+COUPLED = ("batch norm", *COUNTING, "branch on rows")
 REFUSED = ("function", "identity function", "hook", "counter", "parameter hook", "backward hook",
            "reentrant", "in-batch")  # fmt: skip
 LOSSES = ("mse", "sum", "labels", "mask", "weights", "own")
@@ -69,7 +70,7 @@ class Layer(nn.Module):
             self.more = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         elif kind == "complex":
             self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.cfloat))
-        elif kind == "counter in a buffer":
+        elif kind in COUNTING:
             self.register_buffer("seen", torch.zeros(()))
         elif kind == "frozen":
             self.linear.requires_grad_(False)
@@ -133,6 +134,10 @@ class Layer(nn.Module):
     def do_counter_in_a_buffer(self, y: torch.Tensor) -> torch.Tensor:
         self.seen += 1
         return y * (self.seen / 4).clamp(max=1)
+
+    def do_calls_counted(self, y: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return y
 
     def do_branch_on_rows(self, y: torch.Tensor) -> torch.Tensor:
         return y * 2 if y.shape[0] > 3 else y
@@ -552,9 +557,9 @@ def check(program: Program) -> None:
 
 def _may_refuse(program: Program) -> bool:
     kinds = {*program["layers"], *program["steps"]}
-    counting = "counter in a buffer" in kinds
+    counting = bool(kinds & {*COUNTING})
     if counting and program.get("average") == "microbatches" and "evaluate" not in kinds:
-        kinds -= {"counter in a buffer"}
+        kinds -= {*COUNTING}
     # Batch norm takes no single row; a number and other rows may be refused when they come.
     return bool(kinds & {*REFUSED, *COUPLED, "number", "rows", "mode"})
 
