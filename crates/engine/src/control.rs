@@ -359,6 +359,10 @@ impl Control {
             let delivered = delivered(&self.shared, key, &mut state.last, passed);
             for one in delivered.iter().filter(|one| one.rate > 1e6) {
                 state.dialer.proven(one.path);
+                // Large packets come through: paths that ended did so for another reason.
+                if state.fruitless < FRUITLESS {
+                    state.fruitless = 0;
+                }
             }
             orders.extend(state.dialer.measure(&delivered, now));
             let (trials, placement) = (state.dialer.trials(), &state.peer.placement);
