@@ -2,7 +2,7 @@
 
 parse/      bytes to records, one concept a file
 evidence/   lines to what watchdogs, recorders, launchers and drivers said, one source a file
-collect     records to a run: which line belongs to which communicator
+collect     records to a run: which line belongs to which communicator; `join` tells these apart
 model       the run
 picture     what follows from it, with a map of the fabric where there is one
 stuck/      who holds a job up, or why that is not decided

@@ -3,6 +3,9 @@
 A large log is nearly all lines of one kind. So a line is looked at with plain byte searches first;
 the regular expression of a kind runs only where the first word says so, and the source in front
 (`host:pid:tid [dev]`, a few thousand different ones in millions of lines) is remembered.
+A new line of NCCL's needs a pattern in a module beside this one, a branch in `_Log.info` (or
+`warn`, `other`), and a method of `Sink`, which `evener.tools.analyze.collect` is.
+
 Whatever a line holds, it cannot stop the reading: no parser raises, and a line without an end is
 cut at MAX_LINE.
 """
