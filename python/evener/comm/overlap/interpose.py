@@ -25,7 +25,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._dynamo import eval_frame
 from torch._functorch import eager_transforms, vmap
 from torch.distributed import distributed_c10d
 
@@ -52,6 +51,7 @@ _ENTERS = "_maybe_set_eval_frame"
 
 def watch(overlap: Deferred) -> None:
     """Finish `overlap` before any of these calls, for as long as it lives."""
+    eval_frame = _eval_frame()
     _LIVE.add(overlap)
     if not _DONE:
         _DONE.add("wrapped")
@@ -74,7 +74,7 @@ def watch(overlap: Deferred) -> None:
 
 def refusal() -> str:
     """Why uses of parameters cannot be noticed with this torch; empty where they can."""
-    if len(list(_transforms())) < len(_ENTERED) or not hasattr(eval_frame, _ENTERS):
+    if len(list(_transforms())) < len(_ENTERED) or not hasattr(_eval_frame(), _ENTERS):
         return f"torch {torch.__version__} enters transforms and compiled code by unknown ways"
     return ""
 
@@ -84,6 +84,14 @@ def within() -> bool:
     functorch: Any = torch._C._functorch
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
     return functorch.peek_interpreter_stack() is not None or callable(callback)
+
+
+def _eval_frame() -> Any:
+    """torch's module: imported late, because that takes a second, and a program that makes no
+    optimizer does without it."""
+    from torch._dynamo import eval_frame
+
+    return eval_frame
 
 
 def _transforms() -> Iterator[tuple[Any, str]]:
