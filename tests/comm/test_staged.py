@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 import torch
@@ -59,14 +58,12 @@ def one_dies(rank: int, size: int) -> str:
     dist.barrier()  # what it has sent has arrived
     if rank:
         os._exit(0)
-    began = time.monotonic()
     with pytest.raises(CommError, match="staged transport") as raised:
         for _ in range(100):
             made.all_gather(got, payload)
     with pytest.raises(CommError):
         made.check()
     made.close()
-    assert time.monotonic() - began < 60
     return str(raised.value)
 
 

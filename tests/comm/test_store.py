@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -13,26 +12,26 @@ from torch.distributed import PrefixStore, TCPStore
 
 from evener.comm.world.store import Client, Host, Prefixed, StoreError
 
-SOON = timedelta(seconds=10)
+LONG = timedelta(minutes=10)  # longer than a test may take
 
 
 def torchs(port: int) -> Any:
-    return TCPStore("localhost", port, None, False, SOON, wait_for_workers=False)
+    return TCPStore("localhost", port, None, False, LONG, wait_for_workers=False)
 
 
 def torch_host() -> Any:
-    return TCPStore("localhost", 0, None, True, SOON, wait_for_workers=False)
+    return TCPStore("localhost", 0, None, True, LONG, wait_for_workers=False)
 
 
 def ours() -> Any:
-    return Host("localhost", 0, SOON)
+    return Host("localhost", 0, LONG)
 
 
 @pytest.mark.parametrize("host", [torch_host, ours])
 def test_both_clients_see_the_same(host: Any) -> None:
     served = host()
     port = served.port
-    plain, theirs = Client("localhost", port, SOON), torchs(port)
+    plain, theirs = Client("localhost", port, LONG), torchs(port)
     mine, other = Prefixed("part", plain), PrefixStore("part", theirs)
     mine.set("a", "one")
     assert other.get("a") == b"one"
@@ -43,10 +42,8 @@ def test_both_clients_see_the_same(host: Any) -> None:
     assert mine.check(["a", "b"]) and other.check(["a", "b"])
     assert not mine.check(["a", "c"]) and not other.check(["a", "c"])
     for store in (mine, other):
-        begun = time.monotonic()
         with pytest.raises(RuntimeError):
             store.wait(["never"], timedelta(seconds=0.3))
-        assert time.monotonic() - begun < 8
     assert other.get("a") == b"one"  # it goes on after a wait that was given up
     later = threading.Timer(0.2, lambda: other.set("late", "x"))
     later.start()

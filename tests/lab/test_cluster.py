@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -209,12 +208,11 @@ def test_each_node_sees_its_own_gpus_and_shares_where_there_are_too_few(
 
 def test_the_first_failure_ends_the_others(lab: Lab) -> None:
     script = 'if [ $RANK = 2 ]; then exit 7; fi; trap "" TERM; sleep 60 & wait; sleep 60'
-    began = time.monotonic()
     result = lab.launch(["sh", "-c", script], grace=0.3, quiet=True)
     assert (result.status, result.rank, result.node) == (7, 2, "node1")
     assert not result.ok and not result.timed_out
+    # What was waited for would have ended by itself, with status 0.
     assert {result.statuses[rank] for rank in (0, 1, 3)} <= {-9, -15}
-    assert time.monotonic() - began < 30
 
 
 def test_a_launch_that_takes_too_long(lab: Lab) -> None:
@@ -239,10 +237,10 @@ def test_lines_keep_their_order_and_files_hold_them(
     assert sorted(err.splitlines()) == [f"[{r}@node{r // 2}] problem" for r in range(4)]
 
 
-def test_a_descendant_that_holds_the_pipe_is_not_waited_for(lab: Lab) -> None:
-    began = time.monotonic()
-    assert lab.launch(["sh", "-c", "sleep 60 & echo done"], quiet=True).ok
-    assert time.monotonic() - began < 30
+def test_a_descendant_that_holds_the_pipe_is_not_waited_for(lab: Lab, tmp_path: Path) -> None:
+    waited = tmp_path / "waited"
+    assert lab.launch(["sh", "-c", f"(sleep 60; touch {waited}) & echo done"], quiet=True).ok
+    assert not waited.exists()
 
 
 def test_torch_all_reduces_across_nodes(lab: Lab) -> None:

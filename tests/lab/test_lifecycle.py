@@ -137,10 +137,8 @@ def test_a_forked_child_does_not_keep_a_lab_up() -> None:
         time.sleep(60)
         os._exit(0)
     try:
-        began = time.monotonic()
         lab.close()
-        assert keeper.returncode == 0
-        assert time.monotonic() - began < 9  # else it was killed after ten seconds
+        assert keeper.returncode == 0  # -9 where it was killed after ten seconds
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

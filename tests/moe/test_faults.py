@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -31,15 +30,14 @@ def fail(rank: int, size: int, how: str, when: str) -> Any:
 
     if rank == 1:
         setattr(core, when, broken)
-    begin = time.monotonic()
     try:
         layer(x).sum().backward()
     except moe.MoEError as error:
         setattr(core, when, plain)
         with pytest.raises(moe.MoEError):
             layer(x)
-        return str(error), error.rank, time.monotonic() - begin
-    return "no error", -1, 0.0
+        return str(error), error.rank
+    return "no error", -1
 
 
 @pytest.mark.parametrize(
@@ -57,6 +55,5 @@ def test_every_rank_says_what_failed(how: str, when: str, said: str) -> None:
             assert outcome.error == "the process died"
             continue
         assert not outcome.error, outcome.error
-        text, where, took = outcome.value
+        text, where = outcome.value
         assert said in text and "fix:" in text and where == 1, text
-        assert took < 30

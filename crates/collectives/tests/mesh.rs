@@ -6,7 +6,7 @@ use evener_collectives::{adasum, number};
 use proptest::prelude::*;
 use std::sync::Barrier;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// What `run` gives on each of `size` ranks that are connected over loopback.
 fn world<T: Send>(
@@ -183,7 +183,6 @@ fn adasum_of_four() {
 #[test]
 fn a_rank_that_is_gone_is_named() {
     let met = Barrier::new(3);
-    let begun = Instant::now();
     let got = world(3, LONG, |rank, mesh| {
         met.wait();
         if rank == 1 {
@@ -195,7 +194,7 @@ fn a_rank_that_is_gone_is_named() {
         mesh.close(); // so that the error spreads
         outcome
     });
-    assert!(begun.elapsed() < LONG);
+    // `Late` is what waiting it out would end with.
     assert!(
         matches!(got[0], Err(Lost::Gone { peer: 1 | 2, .. })),
         "{:?}",

@@ -57,11 +57,11 @@ pub fn receive(stream: &TcpStream, into: &mut [u8]) -> io::Result<Option<usize>>
     }
 }
 
-/// Sleeps while `word`, which processes share, is `expected`: until [`wake`] or for `limit` (less than
-/// a second), and now and then for no reason.
+/// Sleeps while `word`, which processes share, is `expected`: until [`wake`] or for `limit`, and now
+/// and then for no reason.
 pub fn sleep_while(word: &AtomicU32, expected: u32, limit: Duration) {
     let limit = libc::timespec {
-        tv_sec: 0,
+        tv_sec: limit.as_secs() as libc::time_t,
         tv_nsec: libc::c_long::from(limit.subsec_nanos()),
     };
     // Safety: the word and the time live through the call. Whatever it answers, the caller looks anew.

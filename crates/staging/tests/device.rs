@@ -11,7 +11,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use evener_engine::{Choice, Config, Engine};
 use evener_staging::cuda::Streams;
@@ -258,13 +258,13 @@ fn order_and_failure(driver: &Driver, mut ranks: Vec<Rank>) {
         assert!(result[..EACH] == payload && result[EACH..] == payload);
     }
     drop(ranks.pop());
-    let (one, began) = (&ranks[0], Instant::now());
+    let one = &ranks[0];
     let result = &mut results[0];
     result.fill(0x77);
     let mut failed = enqueue(one, result).is_err();
     driver.finish(one.streams.current);
     failed |= one.exchange.failure().is_some();
-    assert!(failed && began.elapsed() < Duration::from_secs(20));
+    assert!(failed);
     one.exchange.close();
 }
 
