@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import JoinHook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import DistributedDataParallel
 
@@ -189,6 +188,9 @@ def refusal(
     named: Sequence[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]
 ) -> str:
     """Why these optimizers cannot take local steps with these parameters; or nothing."""
+    # It compiles 66 functions when it is imported, and jobs without rounds do without.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     if not optimizers:
         return "no optimizer was given, whose steps are counted"
     for optimizer in optimizers:
