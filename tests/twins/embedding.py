@@ -47,16 +47,19 @@ from evener.embedding.torch import (
     DynamicEmbeddingBag,
     DynamicOptimizer,
     checkpoint,
+    dcp,
     inputs,
     load,
     save,
 )
 from evener.embedding.torch import state as table_state
+from evener.embedding.torch.dcp import TableLoadPlanner
 from evener.embedding.torch.lookups import _Backward, _Pass
 from evener.embedding.torch.modules import DynamicEmbeddingBag as Bag
 from evener.embedding.torch.table import Table
 from evener.errors import UsageError
 from tests.embedding import formulas
+from tests.twins import _dcp
 from tests.twins.harness import Program, Twin
 
 torch.set_num_threads(1)  # rows of 3 numbers; threads would wait for each other
@@ -251,14 +254,11 @@ class Reference:
 class Shards:
     """As much of a table's ranks as checkpoints use, in one process."""
 
-    def __init__(self, place: int, size: int, parts: list[bytes]) -> None:
-        self.place, self.size, self._parts = place, size, parts
+    def __init__(self, place: int, size: int) -> None:
+        self.place, self.size = place, size
 
     def owner(self, keys: torch.Tensor) -> torch.Tensor:
         return keys.remainder(self.size)
-
-    def gather(self, _own: bytes) -> list[bytes]:
-        return self._parts
 
 
 class Jagged:
@@ -528,30 +528,33 @@ class Run:
 
     def ranks(self, size: int, way: str) -> None:
         """The table goes to `size` ranks and comes back."""
-        one = [self.table.store.save_bytes()]
         how = {"cache_rows": 0, "fused": False}
         ranks = [DynamicEmbedding(self.options, f"{self.name}-{r}", **how) for r in range(size)]
         self.names += [rank.table.name for rank in ranks]
-        parts: list[bytes] = []
         for place, rank in enumerate(ranks):
-            rank.table._sharded = Shards(place, size, parts) if size > 1 else None
-            table_state.restore(rank.table, one)
-            rank.table.step = self.table.step
-        parts += [rank.store.save_bytes() for rank in ranks]
+            rank.table._sharded = Shards(place, size) if size > 1 else None
+        there, back = [rank.table for rank in ranks], [self.table]
         if way == "parts":
-            table_state.restore(self.table, parts)
-        else:  # torch.distributed.checkpoint: one rank's value of a name is kept
-            states = [table_state.state(rank.table, rows=True) for rank in ranks]
-            for state in states:
-                state["snapshot"].__create_write_items__("rows", state["snapshot"])
-            data = io.BytesIO()
-            torch.save(states[self.turn % size], data)
-            found = torch.load(io.BytesIO(data.getvalue()), weights_only=False)
-            if not isinstance(found["snapshot"], dict):
-                found |= {"place": 0, "size": 1}
-            table_state.set_state(self.table, found)
+            one = [self.table.store.save_bytes()]
+            for table in there:
+                table_state.restore(table, one)
+            table_state.restore(self.table, [table.store.save_bytes() for table in there])
+        else:  # torch.distributed.checkpoint
+            self.by_dcp(back, there, "there")
+            self.by_dcp(there, back, "back")
         saved = self.right.saved()
         self.right.load(saved)
+
+    def by_dcp(self, before: list[Table], after: list[Table], folder: str) -> None:
+        """What some ranks save others load."""
+        place = self.folder / f"{folder}-{next(_NUMBERS)}"
+        _dcp.save([{"t": table_state.state(table, rows=True)} for table in before], place)
+        for table in after:
+            state = {"t": table_state.state(table, rows=True)}
+            _dcp.load(state, place, TableLoadPlanner)
+            table_state.set_state(table, state["t"])
+        found, right = sum(len(table.store) for table in after), int(self.right.there.sum())
+        assert found == right, f"{len(after)} ranks have {found} rows, and {right} are right"
 
     # --- what is compared ---
 
@@ -732,8 +735,14 @@ def _by_step(root: Path) -> list[Path]:
     return sorted(path.parent for path in root.glob(f"step-*/{checkpoint.MANIFEST}"))
 
 
-def _own_rows(_self: Any, _name: str, _value: Any) -> list[Any]:
-    return []
+def _values_alone(table: Table, rows: Any) -> bytes:
+    """What another rank wrote, without slots."""
+    with table_state._aside(table, table_state._bytes(rows)) as other:
+        for chunk in list(other.export_rows()):
+            values = chunk.values.copy()
+            values[:, DIM:] = 0
+            other.put_rows(chunk.keys, values, chunk.frequencies, chunk.versions)
+        return other.save_bytes()
 
 
 def _own_table(cls: Any, options: Options, name: str | None, **how: Any) -> Table:
@@ -747,7 +756,11 @@ FAULTS: dict[str, Any] = {
     ),
     "checkpoints are in the chain of deltas": _one_chain,
     "torch.distributed.checkpoint keeps one rank's rows": lambda: mock.patch.object(
-        table_state.RankRows, "__create_write_items__", _own_rows
+        table_state, "part", lambda *_: "0-of-1"
+    ),
+    "slots do not go to other ranks": lambda: mock.patch.object(dcp, "own_rows", _values_alone),
+    "rows of other owners stay": lambda: mock.patch.object(
+        table_state, "_keep_own", lambda *_: None
     ),
     "a failed backward pass stays": _old_pass,
     "modules of one name step each": lambda: mock.patch.object(

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,10 +28,13 @@ from torch import nn
 
 from evener.embedding import Counter, Options, forget
 from evener.embedding.torch import DynamicEmbedding, DynamicOptimizer, lookups, no_sync, sharded
+from evener.embedding.torch import state as table_state
+from evener.embedding.torch.dcp import TableLoadPlanner
 from evener.embedding.torch.sharded import Given, Here, Ranks, Sharded, Stage
 from evener.embedding.torch.table import Table
 from evener.errors import UsageError
-from tests.twins.embedding import KEYS, OPTIMIZERS, UNIVERSE, Reference, near
+from tests.twins import _dcp
+from tests.twins.embedding import KEYS, OPTIMIZERS, UNIVERSE, Reference, Saved, near
 from tests.twins.harness import Program, Twin
 
 _NUMBERS = itertools.count()
@@ -139,8 +145,9 @@ class Seen:
 class Rank:
     """One rank of a program."""
 
-    def __init__(self, program: Program, world: World, rank: int, name: str) -> None:
-        self.program, self.rank = program, rank
+    def __init__(self, program: Program, world: World, rank: int, name: str, folder: Path) -> None:
+        self.program, self.rank, self.everyone = program, rank, world.everyone
+        self.name, self.folder, self.saves = name, folder, 0
         ranks = world.join(rank)
         self.model = nn.ModuleList()
         for i, how in enumerate(program["tables"]):
@@ -177,6 +184,10 @@ class Rank:
             ids = [UNIVERSE[ids_of(rest[0], self.rank, i)] for i in range(len(self.tables))]
             found = lookups.look(list(zip(self.tables, ids, strict=True)), False)
             values = dict(enumerate(found))
+        elif name == "save":
+            self.save()
+        elif name == "load":
+            self.load(*rest)
         elif self.optimizer is not None:
             if name == "step":
                 self.optimizer.step()
@@ -213,11 +224,63 @@ class Rank:
         # By ascending key, as the reference has them.
         return {i: value.detach() for i, value in values.items()}
 
+    def save(self) -> None:
+        """By torch.distributed.checkpoint, whose files the first rank writes for all."""
+        states = self.everyone._meet(states_of(self.tables))
+        if self.rank == 0:
+            _dcp.save(states, self.folder / str(self.saves))
+        self.saves += 1
+        self.everyone._meet(None)
+
+    def load(self, back: int, through: int) -> None:
+        """One of the last saves; it came from `through` ranks if not 0, which had loaded it."""
+        if not self.saves:
+            return
+        place = self.folder / str(max(0, self.saves - 1 - back))
+        if through:
+            if self.rank == 0:
+                self.pass_on(place, through)
+            place = place.with_name(f"{place.name}-{through}")
+            self.everyone._meet(None)
+        load_states(self.tables, place)
+
+    def pass_on(self, place: Path, size: int) -> None:
+        """`size` ranks load what is in `place`, and save it beside it."""
+        names: list[str] = []
+        states = []
+        for rank in range(size):
+            tables = []
+            for i, how in enumerate(self.program["tables"]):
+                names.append(f"{self.name}-between-{rank}-{i}")
+                tables.append(DynamicEmbedding(options_of(how), names[-1]).table)
+                if size > 1:
+                    ranks: Any = SimpleNamespace(size=size, place=rank)
+                    table = tables[-1]
+                    table._sharded = Sharded(table.rows, 1, table._forms, table.traffic, ranks)
+            load_states(tables, place)
+            states.append(states_of(tables))
+        other = place.with_name(f"{place.name}-{size}")
+        shutil.rmtree(other, ignore_errors=True)
+        _dcp.save(states, other)
+        for name in names:
+            forget(name)
+
     def rows(self, table: Table) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         store = table.store
         frequency, version = store.meta(UNIVERSE)
         there = torch.from_numpy(frequency >= 0)
         return there, store.lookup_infer(UNIVERSE), torch.from_numpy(version), table.step
+
+
+def states_of(tables: Sequence[Table]) -> dict[str, Any]:
+    return {str(i): table_state.state(table, rows=True) for i, table in enumerate(tables)}
+
+
+def load_states(tables: Sequence[Table], place: Path) -> None:
+    states = states_of(tables)
+    _dcp.load(states, place, TableLoadPlanner)
+    for i, table in enumerate(tables):
+        table_state.set_state(table, states[str(i)])
 
 
 def options_of(how: Any) -> Options:
@@ -230,7 +293,7 @@ def options_of(how: Any) -> Options:
     )
 
 
-def run_ranks(program: Program, name: str) -> list[list[Seen]]:
+def run_ranks(program: Program, name: str, folder: Path) -> list[list[Seen]]:
     """What each rank saw. Raises what a rank raised."""
     world = World(program["hosts"], program["each"])
     found: list[Any] = [None] * world.size
@@ -238,7 +301,7 @@ def run_ranks(program: Program, name: str) -> list[list[Seen]]:
 
     def body(rank: int) -> None:
         try:
-            found[rank] = Rank(program, world, rank, name).run()
+            found[rank] = Rank(program, world, rank, name, folder).run()
         except BaseException as error:  # noqa: BLE001 - raised below
             if not isinstance(error, threading.BrokenBarrierError):
                 errors.insert(0, error)
@@ -276,6 +339,7 @@ class Right:
             self.tables.append(Reference(how["optimizer"], how["count"], 0, start.clone()))
         self.owner = sharded.hashes(UNIVERSE) % self.size
         self.fused = [how["fused"] for how in program["tables"]]
+        self.saves: list[list[Saved]] = []
 
     def act(self, op: list[Any], seen: list[Seen]) -> None:
         name, *rest = op
@@ -286,6 +350,12 @@ class Right:
                 for rank in range(self.size):
                     wanted = right.weight[ids_of(rest[0], rank, i)]
                     near("an evaluation", seen[rank].values[i], wanted)
+        elif name == "save":
+            self.saves.append([right.saved() for right in self.tables])
+        elif name == "load":
+            if self.saves:
+                for right, saved in zip(self.tables, self.saves[-1 - rest[0] :][0], strict=True):
+                    right.load(saved)
         else:
             for right, fused in zip(self.tables, self.fused, strict=True):
                 if not fused:
@@ -340,9 +410,12 @@ class Right:
 def check(program: Program) -> None:
     """Run a program on its ranks, then the reference beside what they saw."""
     name = f"tables-{next(_NUMBERS)}"
+    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    folder = Path(tempfile.mkdtemp(dir=place))
     try:
-        found = run_ranks(program, name)
+        found = run_ranks(program, name, folder)
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
         for rank in range(program["hosts"] * program["each"]):
             for i in range(len(program["tables"])):
                 forget(f"{name}-{rank}-{i}")
@@ -380,8 +453,12 @@ _NAMED = {
     "step": (),
     "skip": (),
     "eval": (_SEED,),
+    "save": (),
+    "load": (st.integers(0, 1), st.sampled_from([0, 1, 3])),
 }
-_OPS = st.sampled_from(["look", "look", "look", "step", "step", "hold", "nan", "skip", "eval"])
+_OPS = st.sampled_from(
+    ["look", "look", "look", "step", "step", "hold", "nan", "skip", "eval", "save", "save", "load"]
+)
 
 
 def _fits(program: Program) -> bool:
@@ -431,7 +508,19 @@ def _turned(self: Stage, parts: Any, sent: Any, came: Any) -> Any:
     return moved[::-1] if len({len(part) for part in moved}) == 1 else moved
 
 
-_MOVE = Stage._move
+def _steps_stay(table: Table, found: dict[str, Any]) -> None:
+    """A table counts its steps on as if nothing had been loaded."""
+    step = table.step
+    _SET(table, found)
+    table.step = step
+
+
+def _gradients_stay(table: Table, found: dict[str, Any]) -> None:
+    with mock.patch.object(table, "discard", lambda: None):
+        _SET(table, found)
+
+
+_MOVE, _SET = Stage._move, table_state.set_state
 FAULTS: dict[str, Any] = {
     "what no loss uses is stepped": lambda: mock.patch.object(Given, "there", True),
     "each rank knows its own sums alone": _own_sums,
@@ -439,5 +528,14 @@ FAULTS: dict[str, Any] = {
         Table, "ahead_of", _any_way
     ),
     "parts change places": lambda: mock.patch.object(Stage, "_move", _turned),
+    "ranks keep rows of other owners": lambda: mock.patch.object(
+        table_state, "_keep_own", lambda *_: None
+    ),
+    "a load leaves the count of steps": lambda: mock.patch.object(
+        table_state, "set_state", _steps_stay
+    ),
+    "a load leaves gradients that wait": lambda: mock.patch.object(
+        table_state, "set_state", _gradients_stay
+    ),
 }
 TWIN = Twin("tables", PROGRAMS, check, FAULTS, programs_per_round=100)

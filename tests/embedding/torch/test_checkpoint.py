@@ -1,14 +1,19 @@
 """state_dict, and folders that come back on another number of ranks."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from evener.embedding import Adam, Bloom, Counter, Options, Sgd, Store, forget, report
 from evener.embedding.torch import (
@@ -18,6 +23,7 @@ from evener.embedding.torch import (
     save,
 )
 from evener.embedding.torch import state as table_state
+from evener.embedding.torch.dcp import TableLoadPlanner
 from evener.errors import UsageError
 from tests import worlds
 
@@ -214,28 +220,92 @@ def test_a_distributed_checkpoint_of_one_process(tmp_path: Path) -> None:
     assert contents(model) == wanted
 
 
-def distributed(rank: int, size: int, folder: str, act: str) -> tuple[list[int], list[float]]:
+def distributed(rank: int, size: int, folder: str, act: str) -> tuple[dict[int, bytes], Any]:
     """Rows of this rank, then values of all keys."""
     model = Model("dcp sharded")
-    model.items(torch.arange(3))  # the ranks know each other from here on
-    if act == "save":
-        steps(model, 0, 4)
-        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    else:
+    if act == "load":
+        model.items(torch.arange(rank, 30))  # rows that are there go
         state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder, planner=TableLoadPlanner())
         model.load_state_dict(state["model"])
+    else:
+        steps(model, 0, 4)
+        rows = contents(model)
+        if act == "dies":
+            write = FileSystemWriter.write_data
+            FileSystemWriter.write_data = lambda *a: (write(*a), rank and os._exit(1))[0]
+        with mock.patch.object(dist, "all_gather_object", None):  # no rank has the others' rows
+            if act == "async":
+                saved = dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder)
+                steps(model, 4, 6)  # while it is written
+                saved.result()
+                return rows, None
+            dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     values = model.eval().items(torch.arange(-30, 30)).flatten().tolist()
-    return sorted(contents(model)), values
+    return contents(model), values
 
 
-def test_a_distributed_checkpoint_holds_the_rows_of_all_ranks(tmp_path: Path) -> None:
+def merged(found: list[tuple[dict[int, bytes], Any]]) -> dict[int, bytes]:
+    assert sum(len(rows) for rows, _ in found) == len({key for rows, _ in found for key in rows})
+    return {key: row for rows, _ in found for key, row in rows.items()}
+
+
+@pytest.mark.parametrize(("act", "shape"), [("save", (1,)), ("save", (2,)), ("async", (1, 2))])
+def test_each_rank_writes_its_rows_and_any_number_of_ranks_loads(
+    tmp_path: Path, act: str, shape: tuple[int, ...]
+) -> None:
     folder = str(tmp_path / "dcp")
-    saved = worlds.run((2,), distributed, folder, "save")
-    loaded = worlds.run((3,), distributed, folder, "load")
-    rows = [sorted(key for keys, _ in found for key in keys) for found in (saved, loaded)]
-    assert rows[0] == rows[1]
-    assert all(values == saved[0][1] for _, values in loaded)
+    saved = worlds.run((2,), distributed, folder, act)
+    metadata = FileSystemReader(folder).read_metadata()
+    files = {
+        index.fqn.rpartition(".")[2]: info.relative_path
+        for index, info in metadata.storage_data.items()
+        if ".snapshot." in index.fqn
+    }
+    assert files == {"0-of-2": "__0_0.distcp", "1-of-2": "__1_0.distcp"}
+    loaded = worlds.run(shape, distributed, folder, "load")
+    assert merged(loaded) == merged(saved)
+    assert all(values == loaded[0][1] for _, values in loaded)
+
+
+def test_a_save_that_dies_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    saved = worlds.run((2,), distributed, str(tmp_path / "1"), "save")
+    died = worlds.outcomes((2,), distributed, str(tmp_path / "2"), "dies")
+    assert all(each.error for each in died)
+    assert {path.name for path in (tmp_path / "2").iterdir()} <= {"__0_0.distcp", "__1_0.distcp"}
+    loaded = worlds.run((3,), distributed, str(tmp_path / "1"), "load")
+    assert merged(loaded) == merged(saved)
+    with pytest.raises(worlds.RankFailedError, match="metadata"):
+        worlds.run((2,), distributed, str(tmp_path / "2"), "load")
+
+
+def without_planner(rank: int, size: int, folder: str) -> None:
+    model = Model("dcp sharded")
+    state = {"model": model.state_dict()}
+    with pytest.raises(CheckpointException, match=f"snapshot.{rank}-of-{size}"):
+        dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    with pytest.raises(UsageError, match=f"has no rows of rank {rank}-of-{size}"):
+        model.load_state_dict(state["model"])
+    # A load that ended half-way is not taken for a whole one.
+    half = {"model": model.state_dict()}
+    half["model"]["items._extra_state"]["snapshot"] = {
+        f"{rank}-of-{size}": {"1-of-2": model.items.store.save_bytes()}
+    }
+    with pytest.raises(UsageError, match="rank 1-of-2 alone"):
+        model.load_state_dict(half["model"])
+    with pytest.raises(UsageError, match=f"has no rows of rank {rank}-of-{size}"):
+        half["model"]["items._extra_state"]["snapshot"] = {"9-of-10": b""}
+        model.load_state_dict(half["model"])
+    alone = Model("alone", shard=False)
+    with pytest.raises(CheckpointException, match="lies on 1 of 3 ranks"):
+        dcp.save({"model": alone.state_dict()}, checkpoint_id=f"{folder}-alone")
+
+
+def test_what_cannot_be_loaded_or_saved_is_named(tmp_path: Path) -> None:
+    folder = str(tmp_path / "dcp")
+    worlds.run((2,), distributed, folder, "save")
+    worlds.run((3,), without_planner, folder)
 
 
 @pytest.mark.parametrize("admission", [Counter(3), Bloom(3, capacity=1000)])

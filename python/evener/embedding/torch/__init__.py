@@ -6,7 +6,8 @@
     optimizer = DynamicOptimizer(model, torch.optim.Adam(model.parameters()))
 
 Start reading at `table` (what a module and an optimizer share), then `modules`, `optimizer`,
-`lookups`, `sharded`, `cache`; who comes from torchrec at `collections`.
+`lookups`, `sharded`, `cache`; who comes from torchrec at `collections`. `dcp` is apart: it imports
+torch.distributed.checkpoint.
 """
 
 from evener.embedding.torch.checkpoint import load, save

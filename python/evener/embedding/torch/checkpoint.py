@@ -23,13 +23,13 @@ from torch import nn
 
 from evener.base.given import given
 from evener.embedding.torch.optimizer import tables
-from evener.embedding.torch.state import FORMAT, fits, restore, shape
+from evener.embedding.torch.state import fits, restore, shape
 from evener.errors import UsageError
 
 if TYPE_CHECKING:
     from evener.embedding.torch.table import Table
 
-MANIFEST = "manifest.json"
+MANIFEST, FORMAT = "manifest.json", 1
 
 
 @given

@@ -314,12 +314,6 @@ class Ranks:
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._groups.control.handle)
         return [float(each) for each in told]
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """What each rank gave, in the order of `place`."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, (self.place, data), group=self._groups.control.handle)
-        return [part for _, part in sorted(found, key=lambda each: int(each[0]))]
-
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' numbers (float64, on the CPU)."""
         numbers = numbers.clone()
@@ -378,7 +372,3 @@ class Sharded:
     def owner(self, keys: torch.Tensor) -> torch.Tensor:
         """The rank of each key, by the number that `place` gives this rank."""
         return hashes(keys) % self.size
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """What each rank gave, in the order of `place`."""
-        return self.ranks.gather(data)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import uuid
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from evener.errors import UsageError
 if TYPE_CHECKING:
     from evener.embedding.torch.table import Table
 
-FORMAT = 1
+FORMAT = 2
 
 
 def shape(table: Table) -> tuple[int, int]:
@@ -28,71 +27,56 @@ def shape(table: Table) -> tuple[int, int]:
     return (0, 1) if sharded is None else (sharded.place, sharded.size)
 
 
+def part(place: int, size: int) -> str:
+    """The name of a rank's rows."""
+    return f"{place}-of-{size}"
+
+
 def state(table: Table, rows: bool) -> dict[str, Any]:
     """Plain values and tensors only, so that `torch.load(weights_only=True)` takes it."""
-    place, size = shape(table)
-    found: dict[str, Any] = {
+    return {
         "format": FORMAT,
         "options": json.dumps(table.options),
-        "place": place,
-        "size": size,
         "step": table.step,
-        "snapshot": None,
+        "snapshot": {part(*shape(table)): RankRows(table)} if rows else None,
     }
-    if rows:
-        found["snapshot"] = RankRows(table)
-    return found
 
 
 class RankRows(bytes):
     """A rank's rows in a `state_dict()`: a snapshot file. `torch.save` writes a uint8 tensor of it.
 
-    torch.distributed.checkpoint keeps one rank's value of a name. So what it writes is the rows of
-    all ranks, which makes any rank's value right, and any number of ranks may read it.
+    Their name in the state is that of the rank. So torch.distributed.checkpoint has each rank write
+    its own, and the ranks need not meet for it: `async_save` works too.
     """
 
-    _table: Table
-    _all: list[bytes] | None
+    table: Table
+    step: int
 
     def __new__(cls, table: Table) -> RankRows:
         made = super().__new__(cls, table.store.save_bytes())
-        made._table, made._all, made._thread = table, None, threading.get_ident()
+        made.table, made.step = table, table.step
         return made
 
-    _thread: int
-
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        """What torch.distributed.checkpoint asks all ranks for, in one order: collective."""
+        """What torch.distributed.checkpoint asks each rank for."""
         from torch.distributed.checkpoint.metadata import MetadataIndex
         from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-        table, sharded = self._table, self._table.sharded
-        if sharded is None and dist.is_initialized() and dist.get_world_size() > 1:
+        _, size = shape(self.table)
+        world = dist.get_world_size() if dist.is_initialized() else size
+        if size != world:
             raise UsageError(
-                f"rows of embedding {table.name!r} are of this rank alone, and "
-                "torch.distributed.checkpoint keeps those of one rank",
+                f"embedding {self.table.name!r} lies on {size} of {world} ranks, and "
+                "torch.distributed.checkpoint would keep one of the tables of this name",
                 "make it with in_state_dict=False, and let each rank save module.store itself",
             )
-        if sharded is not None:
-            if threading.get_ident() != self._thread:
-                raise UsageError(
-                    f"embedding {table.name!r} cannot be saved by another thread: its ranks meet "
-                    "in the one that trains",
-                    "use torch.distributed.checkpoint.save, or in_state_dict=False and "
-                    "evener.embedding.torch.save",
-                )
-            self._all = sharded.gather(bytes(self))
         return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)]
 
     def __deepcopy__(self, memo: Any) -> RankRows:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._all is None:
-            return _tensor(self).__reduce_ex__(protocol)
-        size = len(self._all)
-        parts = [(f"{place}-of-{size}", _tensor(data)) for place, data in enumerate(self._all)]
-        return OrderedDict, (parts,)
+        return _tensor(self).__reduce_ex__(protocol)
 
 
 def _tensor(data: bytes) -> torch.Tensor:
@@ -130,22 +114,29 @@ def set_state(table: Table, found: dict[str, Any]) -> None:
         )
     where = f"the state of embedding {table.name!r}"
     fits(table, json.loads(found["options"]), where)
-    place, size = shape(table)
     snapshot = found["snapshot"]
     if snapshot is None:
         return
-    if isinstance(snapshot, dict):  # of all ranks: from torch.distributed.checkpoint
-        parts = [_bytes(snapshot[f"{each}-of-{len(snapshot)}"]) for each in range(len(snapshot))]
-        restore(table, parts)
-    elif (found["place"], found["size"]) != (place, size):
+    own = part(*shape(table))
+    rows = snapshot.get(own)
+    stale = isinstance(rows, RankRows) and rows.step != found["step"]  # allow_partial_load=True
+    if rows is None or stale:
         raise UsageError(
-            f"{where} is of rank {found['place']} of {found['size']}, and this is rank {place} of "
-            f"{size}",
-            "use evener.embedding.torch.save and load: they take any number of ranks",
+            f"{where} has no rows of rank {own}",
+            "use evener.embedding.torch.save and load, which take any number of ranks; of "
+            "torch.distributed.checkpoint, load with planner=TableLoadPlanner()",
         )
+    if isinstance(rows, dict):  # of another number of ranks: from TableLoadPlanner
+        names = [part(place, len(rows)) for place in range(len(rows))]
+        if not rows or set(names) != set(rows):
+            raise UsageError(
+                f"{where} has the rows of rank {', '.join(rows) or 'none'} alone",
+                "load it again: the checkpoint was not read to its end",
+            )
+        restore(table, [rows[name] for name in names])
     else:
         table.rows.forget()
-        table._store.restore_bytes(_bytes(snapshot))
+        table._store.restore_bytes(_bytes(rows))
         table.rows.reload()
     table.discard()
     table.step = int(found["step"])
@@ -155,38 +146,56 @@ def restore(table: Table, parts: Sequence[Path | bytes]) -> None:
     """Rows and counts of admission, which lie in a part for each rank that saved."""
     place, now = shape(table)
     table.rows.forget()
-    store, sharded = table._store, table.sharded
+    store = table._store
     if len(parts) == now:
         _read(store, parts[place])
         table.rows.reload()
         return
 
-    def mine(keys: Any) -> Any:
-        if sharded is None:
-            return np.ones(len(keys), bool)
-        return (sharded.owner(torch.from_numpy(keys.copy())) == sharded.place).numpy()
-
     # The first part brings the count of steps with it, which is the same on all ranks.
     _read(store, parts[0])
-    for chunk in list(store.export_rows()):
-        store.remove(chunk.keys[~mine(chunk.keys)])
-    keys, counts = store.counts()
-    store.set_counts(keys, np.where(mine(keys), counts, 0))
-    for part in parts[1:]:
-        options = Options.from_dict({**table.options, "tier": None})
-        other = Store(f"part-{uuid.uuid4().hex}", options)
-        try:
-            _read(other, part)
+    _keep_own(table, store)
+    for each in parts[1:]:
+        with _aside(table, each) as other:
             for chunk in other.export_rows():
-                at = mine(chunk.keys)
-                store.put_rows(*(column[at] for column in chunk))
-            keys, counts = other.counts()
-            at = mine(keys)
-            store.set_counts(keys[at], counts[at])
+                store.put_rows(*chunk)
+            store.set_counts(*other.counts())
             store.raise_counters(other.counters())
-        finally:
-            forget(other.name)
     table.rows.reload()
+
+
+def own_rows(table: Table, rows: bytes | torch.Tensor) -> bytes:
+    """What this rank owns of the rows that another wrote: a snapshot again."""
+    with _aside(table, _bytes(rows)) as other:
+        return other.save_bytes()
+
+
+@contextmanager
+def _aside(table: Table, part: Path | bytes) -> Iterator[Store]:
+    """A store with those rows and counts of `part` that this rank owns."""
+    options = Options.from_dict({**table.options, "tier": None})
+    store = Store(f"part-{uuid.uuid4().hex}", options)
+    try:
+        _read(store, part)
+        _keep_own(table, store)
+        yield store
+    finally:
+        forget(store.name)
+
+
+def _keep_own(table: Table, store: Store) -> None:
+    """Take away what another rank owns."""
+    sharded = table.sharded
+    if sharded is None:
+        return
+
+    def other(keys: Any) -> Any:
+        return (sharded.owner(torch.from_numpy(keys.copy())) != sharded.place).numpy()
+
+    for chunk in list(store.export_rows()):
+        store.remove(chunk.keys[other(chunk.keys)])
+    keys, counts = store.counts()
+    store.set_counts(keys, np.where(other(keys), 0, counts))
 
 
 def _read(store: Store, part: Path | bytes) -> None:
