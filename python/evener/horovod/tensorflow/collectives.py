@@ -12,6 +12,7 @@ from evener.horovod.common.reductions import Adasum, Average, Sum
 from evener.horovod.tensorflow import mpi_ops
 from evener.horovod.tensorflow.compression import Compression
 from evener.horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
+from evener.horovod.tensorflow.slices import gather_together
 
 
 def _members(process_set: ProcessSet, dtype: Any) -> Any:
@@ -61,15 +62,8 @@ def allreduce(
     _checked(op, sparse, (prescale_factor, postscale_factor), process_set)
     if sparse:
         with tf.device(device_sparse):
-            options: dict[str, Any] = {
-                "process_set": process_set,
-                "ignore_name_scope": ignore_name_scope,
-            }
-            values = mpi_ops.allgather(tensor.values, **options)
-            indices = mpi_ops.allgather(tensor.indices, **options)
-            if op == Average:
-                values = values / _members(process_set, values.dtype)
-        return tf.IndexedSlices(values, indices, dense_shape=tensor.dense_shape)
+            (gathered,) = _gathered([tensor], op, process_set, ignore_name_scope)
+        return gathered
     with tf.device(device_dense):
         packed, ctx = compression.compress(tf.convert_to_tensor(tensor))
         reduced = mpi_ops._allreduce(
@@ -83,6 +77,27 @@ def allreduce(
             gradient=_gradient,
         )
         return compression.decompress(reduced, ctx)
+
+
+def _gathered(
+    slices: Sequence[Any], op: int, process_set: ProcessSet, ignore_name_scope: bool
+) -> list[Any]:
+    """All ranks' slices, of each of `slices` by itself; Average divides them."""
+    options: dict[str, Any] = {"process_set": process_set, "ignore_name_scope": ignore_name_scope}
+    # The sizes of an elastic job are not known where the graph is made.
+    if len(slices) > 1 and not mpi_ops.elastic_job():
+        found = gather_together(slices, options)
+    else:
+        found = [
+            (mpi_ops.allgather(each.values, **options), mpi_ops.allgather(each.indices, **options))
+            for each in slices
+        ]
+    result = []
+    for each, (values, indices) in zip(slices, found, strict=True):
+        if op == Average:
+            values = values / _members(process_set, values.dtype)
+        result.append(tf.IndexedSlices(values, indices, dense_shape=each.dense_shape))
+    return result
 
 
 def grouped_allreduce(
@@ -100,7 +115,7 @@ def grouped_allreduce(
     *,
     _gradient: int = 0,
 ) -> Any:
-    """`allreduce` of several, agreed on and done as one (one for each type, and the sparse)."""
+    """`allreduce` of several, agreed on and done as one (one for each type, two for the sparse)."""
     if not tensors:
         return tensors
     op = handle_average_backwards_compatibility(op, average)
@@ -108,13 +123,9 @@ def grouped_allreduce(
     sparse = [i for i, each in enumerate(tensors) if isinstance(each, tf.IndexedSlices)]
     _checked(op, bool(sparse), (prescale_factor, postscale_factor), process_set)
     with tf.device(device_sparse):
-        for index in sparse:
-            results[index] = allreduce(
-                tensors[index],
-                op=op,
-                process_set=process_set,
-                ignore_name_scope=ignore_name_scope,
-            )
+        slices = _gathered([tensors[i] for i in sparse], op, process_set, ignore_name_scope)
+        for index, gathered in zip(sparse, slices, strict=True):
+            results[index] = gathered
     with tf.device(device_dense):
         by_type: dict[Any, list[tuple[int, Any, Any]]] = {}
         for index, each in enumerate(tensors):

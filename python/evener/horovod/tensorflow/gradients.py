@@ -2,8 +2,8 @@
 
 In a graph each gradient is an operation of its own (or each group, where groups are asked for). It
 starts when it is computed, so that it overlaps with the rest of the backward pass; small ones are
-fused by the engine. In eager mode, where an operation ends before the next begins, all gradients of
-a type are one operation.
+fused by the engine. Slices of embeddings are two operations for however many tables. In eager mode,
+where an operation ends before the next begins, all gradients of a type are one operation.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from evener.embedding.tensorflow._variable import table_of
+from evener.errors import UsageError
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
 from evener.horovod.common.reductions import Adasum, Average
 from evener.horovod.common.util import split_list
@@ -69,6 +71,7 @@ class Reduction:
             if key(variable) in self.local:
                 results[index] = self._local(gradient)
             else:
+                self._refuse_filter(variable)
                 if self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                     gradient = tf.convert_to_tensor(gradient)
                 todo.append((index, gradient))
@@ -80,6 +83,19 @@ class Reduction:
             for (index, _), reduced in zip(group, self._reduced(group, of, name), strict=True):
                 results[index] = reduced
         return results
+
+    def _refuse_filter(self, variable: Any) -> None:
+        """A filter counts what its own rank looks up, so a key would have a row on some alone."""
+        table = table_of(variable)
+        if table is None or not (mpi_ops.elastic_job() or (self.process_set.size() or 1) > 1):
+            return
+        kind = table.parts[0].options.get("admission", {}).get("kind", "none")
+        if kind != "none":
+            raise UsageError(
+                f"embedding {table.name!r} has a filter ({kind}), which each rank counts by "
+                "itself: the tables of the ranks would differ",
+                "leave filter_option out, or drop rare ids before the ranks split the data",
+            )
 
     def _grouped(
         self, todo: list[tuple[int, Any]], variables: Sequence[Any]
@@ -99,7 +115,10 @@ class Reduction:
             return [list(part) for part in split_list(todo, self.groups) if part]
         if _executing_eagerly():
             return [todo] if todo else []
-        return [[each] for each in todo]
+        # Slices of several tables go together: each alone is two operations.
+        sparse = [each for each in todo if isinstance(each[1], tf.IndexedSlices)]
+        rest = [[each] for each in todo if not isinstance(each[1], tf.IndexedSlices)]
+        return [*rest, sparse] if sparse else rest
 
     def _reduced(self, group: list[tuple[int, Any]], of: list[Any], name: str | None) -> list[Any]:
         everywhere = self.process_set is global_process_set
