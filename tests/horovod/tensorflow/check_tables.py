@@ -85,6 +85,33 @@ def test_a_filter_is_refused_as_each_rank_counts_by_itself() -> None:
         hvd.DistributedGradientTape(tape).gradient(loss, [table.anchor])
 
 
+@pytest.mark.parametrize("kind", [tf.int64, tf.string])
+def test_a_broadcast_brings_the_rows_of_one_rank(kind: Any) -> None:
+    """As where rank 0 alone has loaded a checkpoint. What others have goes."""
+    table = de.get_variable(f"broadcast-{kind.name}", dim=2, key_dtype=kind)
+    keys = ["0", "1", "2", "7"] if kind == tf.string else [0, 1, 2, 7]
+    rank, optimizer = hvd.rank(), de.DynamicEmbeddingOptimizer(keras.optimizers.Adam(0.1))
+    for _ in range(2 - rank):  # so slots and counts of steps differ, too
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(table.lookup(tf.constant(keys[rank : 3 + rank])) ** 2)
+        optimizer.apply(tape.gradient(loss, [table.anchor]), [table.anchor])
+    before = hvd.allgather_object(whole(table))
+    hvd.broadcast_variables([table.anchor], 0)
+    after = hvd.allgather_object(whole(table))
+    assert before[0] != before[1] and len(before[0]) == 4
+    assert after == [before[0]] * 2
+
+
+def whole(table: Any) -> list[Any]:
+    """The count of steps; then key, values with slots, frequency and version of each row."""
+    rows = [
+        (int(key), row.tobytes(), int(frequency), int(version))
+        for chunk in table.stores[0].export_rows()
+        for key, row, frequency, version in zip(*chunk, strict=True)
+    ]
+    return [table.stores[0].step, *sorted(rows)]
+
+
 def data(rank: int, step: int) -> tuple[Any, Any]:
     draw = np.random.default_rng(10 * step + rank)
     return draw.integers(0, 9, (BATCH, TABLES)), draw.integers(0, 2, (BATCH, 1)).astype("float32")

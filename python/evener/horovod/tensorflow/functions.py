@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from evener.embedding.tensorflow._variable import DynamicVariable, table_of
 from evener.horovod.common import pickling
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
 from evener.horovod.tensorflow import mpi_ops
@@ -20,9 +21,10 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Give variables the values that they have on the rank `root_rank`.
+    """Give variables the values that they have on the rank `root_rank`; dynamic embeddings too.
 
-    In a v1 graph: the op that does it. All are under way at the same time.
+    In a v1 graph: the op that does it, without the rows of dynamic embeddings. All are under way at
+    the same time.
     """
     del inplace  # a variable's own memory is written in either case
     variables = [plain(variable) for variable in variables]
@@ -39,7 +41,24 @@ def broadcast_variables(
 
         # Not `run()`: TensorFlow warns of a function that is traced in each call.
         run.get_concrete_function()()
+    for variable in variables:
+        if (table := table_of(variable)) is not None:
+            _broadcast_rows(table, root_rank, process_set)
     return None
+
+
+def _broadcast_rows(table: DynamicVariable, root_rank: int, process_set: ProcessSet) -> None:
+    """Rows, slots and counts of the rank `root_rank` replace those of the others."""
+    mine = mpi_ops.rank() == root_rank
+    for part in table.parts:
+        own = part._serialize_to_tensors() if mine else {}
+        none = tf.zeros([0], tf.uint8)
+        found = {
+            what: mpi_ops.allgather(own.get(what, none), process_set=process_set)
+            for what in ("snapshot", "made_with")
+        }
+        if not mine:
+            part._restore_from_tensors(found)
 
 
 def _evaluated(value: Any, session: Any) -> Any:
