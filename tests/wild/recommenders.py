@@ -1,10 +1,12 @@
-"""Five recommenders as users write them, each beside the same program without Evener.
+"""Eight recommenders as users write them, each beside the same program without Evener.
 
     python -m tests.wild.recommenders
 
-Keras: two towers with string ids, wide and deep with Ftrl, and a GRU over hashed tokens of varying
-length under `bucketed`. torch: a DLRM with a weight for each id of a bag, and two tasks that share
-their tables. Losses must be those of a dense table or of the plain function, within 1e-4. Exit
+Keras: two towers with string ids, two towers that retrieve (a history that shares the items' table,
+the batch's other items as negatives), a DLRM with multi-hot features, wide and deep with Ftrl, and
+a GRU over hashed tokens of varying length under `bucketed`. torch: a DLRM with a weight for each id
+of a bag, two tasks that share their tables, and on TorchRec's collections a model that attends to a
+history (as DIN). Losses must be those of a dense table or of the plain function, within 1e-4. Exit
 status 1 where one is not.
 """
 
@@ -71,6 +73,134 @@ def two_towers() -> Losses:
     for layer, start in zip(dense, starts, strict=True):
         layer.set_weights([start])
     return found, fit(plain, numbers)
+
+
+def product(start: Any) -> Any:
+    """A dense table with these rows, looked up by a product.
+
+    With tf.gather Keras' Adagrad squares the parts of a row's gradient, and not their sum.
+    """
+    import keras
+
+    class Product(keras.layers.Layer):
+        def build(self, _shape: Any) -> None:
+            self.table = self.add_weight(shape=start.shape, initializer="zeros")  # draws nothing
+            self.table.assign(start)
+
+        def call(self, ids: Any) -> Any:
+            return keras.ops.one_hot(ids, start.shape[0]) @ self.table
+
+        def compute_output_shape(self, shape: Any) -> Any:
+            return (*shape, start.shape[1])
+
+    layer = Product()
+    layer.build(None)  # in a graph nothing would be assigned
+    return layer
+
+
+def retrieval() -> Losses:
+    """Keras: a user is the mean of the items that he has seen; a class with a step of its own."""
+    import keras
+    import tensorflow as tf
+
+    import evener.embedding.tensorflow as de
+    from evener.embedding.tensorflow.keras import Embedding
+
+    draw = np.random.default_rng(5)
+    seen, users = draw.integers(0, 40, (96, 6)), draw.integers(0, 25, (96, 1))
+    items = draw.integers(0, 40, (96, 1))
+
+    class Towers(keras.Model):
+        def __init__(self, tables: list[Any]) -> None:
+            super().__init__()
+            keras.utils.set_random_seed(7)
+            self.items, self.users = tables
+            self.left, self.right = keras.layers.Dense(8, "relu"), keras.layers.Dense(8)
+
+        def call(self, given: dict[str, Any], training: bool = False) -> Any:
+            history = tf.reduce_mean(self.items(given["seen"], training=training), 1)
+            user = tf.concat([history, self.users(given["user"], training=training)[:, 0]], 1)
+            item = self.items(given["item"], training=training)[:, 0]
+            left, right = (tf.nn.l2_normalize(x, 1) for x in (self.left(user), self.right(item)))
+            return left @ tf.transpose(right) / 0.2  # [batch, batch]
+
+        def train_step(self, given: Any) -> Any:
+            with tf.GradientTape() as tape:
+                logits = self(given, training=True)
+                loss = tf.reduce_mean(
+                    tf.nn.sparse_softmax_cross_entropy_with_logits(
+                        labels=tf.range(tf.shape(logits)[0]), logits=logits
+                    )
+                )
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"nll": loss}
+
+    def fit(tables: list[Any], optimizer: Any, scale: int) -> list[float]:
+        given = {"seen": seen * scale, "user": users * scale, "item": items * scale}
+        model = Towers(tables)
+        model.compile(optimizer)
+        batches = tf.data.Dataset.from_tensor_slices(given).batch(32)
+        return model.fit(batches, shuffle=False, epochs=STEPS, verbose=0).history["nll"]
+
+    scale = 2**45 + 1
+    tables = [Embedding(8, seed=i, name=f"retrieval-{i}") for i in range(2)]
+    found = fit(tables, de.DynamicEmbeddingOptimizer(keras.optimizers.Adagrad(0.05)), scale)
+    dense = []
+    for layer, count in zip(tables, (40, 25), strict=True):
+        layer.table.clear()
+        start = layer.table.lookup(tf.range(count, dtype=tf.int64) * scale, insert=False)
+        dense.append(product(start))
+    return found, fit(dense, keras.optimizers.Adagrad(0.05), 1)
+
+
+def dlrm_keras() -> Losses:
+    """Keras' functional API: ids of three multi-hot features, a bottom net, and their products."""
+    import keras
+    import tensorflow as tf
+
+    import evener.embedding.tensorflow as de
+    from evener.embedding.tensorflow.keras import Embedding
+
+    draw = np.random.default_rng(6)
+    sizes, hots = (30, 3, 50), (4, 1, 7)
+    numbers = draw.normal(size=(64, 5)).astype("float32")
+    ids = [draw.integers(0, n, (64, hot)) for n, hot in zip(sizes, hots, strict=True)]
+    clicks = draw.integers(0, 2, (64, 1)).astype("float32")
+
+    def fit(
+        tables: list[Any], optimizer: Any, given: list[Any], pool: Callable[[Any], Any]
+    ) -> list[float]:
+        keras.utils.set_random_seed(8)
+        dense = keras.Input((5,))
+        inputs = [keras.Input((hot,), dtype="int64") for hot in hots]
+        bottom = keras.layers.Dense(8, "relu")(keras.layers.Dense(16, "relu")(dense))
+        bags = [pool(table(given)) for table, given in zip(tables, inputs, strict=True)]
+        vectors = keras.ops.stack([bottom, *bags], 1)
+        products = keras.ops.matmul(vectors, keras.ops.transpose(vectors, (0, 2, 1)))
+        upper = [products[:, i, j] for i in range(4) for j in range(i)]
+        top = keras.ops.concatenate([bottom, keras.ops.stack(upper, 1)], 1)
+        score = keras.layers.Dense(1)(keras.layers.Dense(16, "relu")(top))
+        model = keras.Model([dense, *inputs], score)
+        model.compile(optimizer, keras.losses.BinaryCrossentropy(from_logits=True))
+        return model.fit(
+            [numbers, *given], clicks, epochs=STEPS, batch_size=32, shuffle=False, verbose=0
+        ).history["loss"]
+
+    adagrad = keras.optimizers.Adagrad
+    tables = [Embedding(8, combiner="sum", seed=i, name=f"dlrm-{i}") for i in range(3)]
+    found = fit(
+        tables,
+        de.DynamicEmbeddingOptimizer(adagrad(0.05)),
+        [each - 2**60 for each in ids],
+        lambda rows: rows,
+    )
+    plain = []
+    for layer, count in zip(tables, sizes, strict=True):
+        layer.table.clear()
+        start = layer.table.lookup(tf.range(count, dtype=tf.int64) - 2**60, insert=False)
+        plain.append(product(start))
+    return found, fit(plain, adagrad(0.05), ids, lambda rows: keras.ops.sum(rows, 1))
 
 
 def wide_and_deep() -> Losses:
@@ -252,7 +382,123 @@ def tasks() -> Losses:
     return found, losses(dense, lambda sgd: [sgd, torch.optim.SparseAdam(dense.parameters(), 0.01)])
 
 
+def attention() -> Losses:
+    """TorchRec's collections: a history weighed by what it has to do with the item, and bags."""
+    import torch
+    from torch import nn
+
+    from evener.embedding import RowWiseAdagrad
+    from evener.embedding.torch import (
+        DynamicOptimizer,
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingCollection,
+        EmbeddingConfig,
+        Jagged,
+    )
+    from tests.embedding import formulas
+
+    draw = np.random.default_rng(9)
+    names, counts = ["history", "item", "user", "tags", "liked"], [30, 30, 20, 12, 12]
+    batches = []
+    for _ in range(STEPS):
+        lengths = np.array(
+            [draw.integers(0, 6, 24), *[np.ones(24, int)] * 2, *draw.integers(0, 4, (2, 24))]
+        )
+        values = np.concatenate(
+            [draw.integers(0, n, k.sum()) for n, k in zip(counts, lengths, strict=True)]
+        )
+        batches.append((torch.tensor(values), torch.tensor(lengths)))
+    truth = torch.tensor(draw.integers(0, 2, (24,)), dtype=torch.float32)
+
+    class Model(nn.Module):
+        def __init__(self, look: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.look = look
+            self.weigh = nn.Sequential(nn.Linear(16, 8), nn.PReLU(), nn.Linear(8, 1))
+            self.top = nn.Sequential(nn.Linear(16 + 20, 8), nn.ReLU(), nn.Linear(8, 1))
+
+        def forward(self, values: Any, lengths: Any) -> Any:
+            (history, item), pooled = self.look(values, lengths)
+            of = torch.repeat_interleave(torch.arange(24), lengths[0])
+            weight = self.weigh(torch.cat([history, item[of]], 1))
+            seen = torch.zeros(24, 8).index_add(0, of, weight * history)
+            return self.top(torch.cat([seen, item, pooled], 1))[:, 0]
+
+    def losses(model: Any, optimizer: Any, schedule: Any) -> list[float]:
+        found = []
+        for values, lengths in batches:
+            loss = nn.functional.binary_cross_entropy_with_logits(model(values, lengths), truth)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            found.append(float(loss.detach()))
+        return found
+
+    rate = RowWiseAdagrad(lr=0.05, eps=1e-8)
+    rows = EmbeddingCollection(
+        [EmbeddingConfig(30, 8, "items", feature_names=names[:2])], optimizer=rate, prefix="wild-"
+    )
+    bags = EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(20, 12, "users", feature_names=["user"]),
+            EmbeddingBagConfig(12, 4, "tags", feature_names=["tags", "liked"], pooling="MEAN"),
+        ],
+        optimizer=rate,
+        prefix="wild-",
+    )
+
+    def ours(values: Any, lengths: Any) -> tuple[Any, Any]:
+        given = Jagged(names, values, lengths=lengths.flatten())
+        found = rows(given)
+        return [found[name].values() for name in names[:2]], bags(given).values()
+
+    modules = [rows.embeddings["items"], bags.embedding_bags["users"], bags.embedding_bags["tags"]]
+    starts = [
+        module.store.lookup_infer(torch.arange(n))
+        for module, n in zip(modules, (30, 20, 12), strict=True)
+    ]
+    items, users, tags = (nn.Parameter(start.clone()) for start in starts)
+
+    def plain(values: Any, lengths: Any) -> tuple[Any, Any]:
+        parts = values.split(lengths.sum(1).tolist())
+        ends = [torch.cat([torch.zeros(1, dtype=torch.int64), k.cumsum(0)[:-1]]) for k in lengths]
+        pooled = [nn.functional.embedding_bag(parts[2], users, ends[2], mode="sum")]
+        pooled += [
+            nn.functional.embedding_bag(parts[i], tags, ends[i], mode="mean") for i in (3, 4)
+        ]
+        return [nn.functional.embedding(part, items) for part in parts[:2]], torch.cat(pooled, 1)
+
+    model = Model(ours)
+    model.tables = nn.ModuleList([rows, bags])
+    dense = torch.optim.Adam([*model.weigh.parameters(), *model.top.parameters()], 0.01)
+    optimizer = DynamicOptimizer(model, dense)
+    found = losses(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5))
+
+    class Both:
+        def __init__(self, *each: Any) -> None:
+            self.each = each
+
+        def __getattr__(self, name: str) -> Callable[[], None]:
+            return lambda: [getattr(each, name)() for each in self.each] and None
+
+    model = Model(plain)
+    steppers = [
+        torch.optim.Adam(model.parameters(), 0.01),
+        formulas.RowWiseAdagrad(
+            [items, users, tags], 0.05, eps=1e-8, weight_decay=0.0, decoupled=False
+        ),
+    ]
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 4, 0.5) for each in steppers]
+    return found, losses(model, Both(*steppers), Both(*schedules))
+
+
 PROGRAMS = {
+    "DIN, TorchRec's collections": attention,
+    "retrieval, shared items": retrieval,
+    "DLRM in Keras, multi-hot": dlrm_keras,
     "DLRM, weights in bags": dlrm,
     "two tasks, shared table": tasks,
     "two towers, string ids": two_towers,
@@ -270,7 +516,7 @@ def main() -> int:
         same = far < TOLERANCE and len(set(right)) > 1
         good = good and same
         print(
-            f"{name:26} {right[0]:.4f} to {right[-1]:.4f}, largest difference {far:.1e}: "
+            f"{name:27} {right[0]:.4f} to {right[-1]:.4f}, largest difference {far:.1e}: "
             f"{'equal' if same else 'DIFFERS'}",
             flush=True,
         )
