@@ -77,7 +77,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             start(rank, port, *options.split(), f"--junitxml={reports[rank]}", str(HERE))
             for rank in range(2)
         ],
-        280,
+        400,
     )
     found: dict[str, list[str]] = {}
     for rank, report in enumerate(reports):
@@ -95,7 +95,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @needs_tensorflow
-@pytest.mark.timeout(300)  # the first one waits for all of them
+@pytest.mark.timeout(420)  # the first one waits for all of them
 @pytest.mark.parametrize("name", NAMES)
 def test_on_two_ranks(name: str, outcomes: dict[str, str]) -> None:
     """Each check passed on both ranks."""
