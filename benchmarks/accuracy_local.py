@@ -6,8 +6,9 @@
 
 Two ranks as two nodes train the same model from the same start on the same batches: by
 DistributedDataParallel in every step (`ddp`), or after `--warm` steps of it by local steps,
-`N:FORM`. `alone`: after these steps rank 0 goes on by itself, with half of the tokens. AdamW,
-warm-up over `--warm` steps, cosine decay, clipping at 1.
+`N:FORM`, or `N+M:FORM` where an exchange runs behind the next M steps. `alone`: after these steps
+rank 0 goes on by itself, with half of the tokens. AdamW, warm-up over `--warm` steps, cosine decay,
+clipping at 1.
 
 Reported for each column: loss on held-out text in nats per character, its paired difference to
 `ddp` with the 95% interval (Student's t over the seeds), and what a rank sends per step after the
@@ -36,7 +37,10 @@ from torch.nn.parallel import DistributedDataParallel
 from evener.ddp import accelerate
 from evener.tools.bench.train.transformers import GPT, Shape
 
-COLUMNS = "ddp,16:exact,16:int4,16:topk-chunk,64:exact,64:int4,64:topk-chunk,alone"
+COLUMNS = (
+    "ddp,16:exact,16+4:exact,16+8:exact,16:int4,16+4:int4,16:topk-chunk,"
+    "64:exact,64+16:exact,64:int4,64:topk-chunk,alone"
+)
 LAYERS, HEADS, WIDTH, CONTEXT, ROWS = 2, 4, 64, 64, 8
 RATE = 3e-3
 
@@ -63,8 +67,11 @@ def train(column: str, seed: int, given: argparse.Namespace, symbols: torch.Tens
         if step == given.warm and column == "alone":
             model = net
         elif step == given.warm and column != "ddp":
-            every, _, form = column.partition(":")
-            model = accelerate(wrapped, optimizer, every=int(every), mode=form)
+            rounds, _, form = column.partition(":")
+            every, _, overlap = rounds.partition("+")
+            model = accelerate(
+                wrapped, optimizer, every=int(every), overlap=int(overlap or 0), mode=form
+            )
         x, y = batch(rest, ROWS, CONTEXT, generator, cpu)
         loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
         optimizer.zero_grad()

@@ -42,9 +42,10 @@ def be_a_rank(given: argparse.Namespace) -> None:
     net = GPT(SHAPE)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     model: Any = DistributedDataParallel(net)
-    every, _, form = given.way.partition(":")
-    if every != "ddp":
-        model = accelerate(model, optimizer, every=int(every), mode=form)
+    rounds, _, form = given.way.partition(":")
+    if rounds != "ddp":
+        every, _, overlap = rounds.partition("+")
+        model = accelerate(model, optimizer, every=int(every), overlap=int(overlap or 0), mode=form)
     torch.manual_seed(dist.get_rank())
     first = given.steps // 2
     began = 0.0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from typing import Any
 
@@ -95,6 +96,63 @@ def test_two_levels_and_three_nodes() -> None:
         found = worlds.several(shape, cases, env=WHOLE)
         for name in cases:
             assert all(rank[2] and rank[5] and not rank[4] for rank in found[name]), (shape, name)
+
+
+def _overlapped(rank: int, _: int, mode: str) -> list[bool]:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model = local(net, optimizer, every=3, overlap=2, mode=mode)
+    found = []
+    for step in range(10):
+        train(model, optimizer, rank, step, 1)
+        found.append(equal(torch.tensor([model.evener._digest()])))
+        found.append(not equal(weights(net)))
+    model.evener.end_round()
+    return [*found, equal(weights(net)), model.evener.rounds == 4]
+
+
+def test_with_overlap_ranks_share_the_same_weights_and_end_equal() -> None:
+    for shape in ([1, 1], [2, 2]):
+        cases = {form: (_overlapped, form) for form in ("exact", "int4")}
+        found = worlds.several(shape, cases, env=WHOLE)
+        for name in cases:
+            assert all(map(all, found[name])), (shape, name)
+
+
+def _ends_in_flight(rank: int, _: int) -> str:
+    """The program ends, and destroys its groups, with an exchange on its way."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model = local(net, optimizer, every=3, overlap=2)
+    train(model, optimizer, rank, 0, 3)
+    state = model.evener.state_dict()["flight"]["mean"]
+    train(model, optimizer, rank, 3, 3)
+    dist.destroy_process_group()
+    return " ".join(sorted(state))
+
+
+def test_a_program_may_end_with_an_exchange_on_its_way() -> None:
+    found = worlds.run([1, 1], _ends_in_flight)
+    assert found[0] == found[1] == " ".join(sorted(n for n, _ in Net().named_parameters()))
+
+
+def _dies(rank: int, _: int) -> str:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model = local(net, optimizer, every=3, overlap=2)
+    train(model, optimizer, rank, 0, 5)
+    if rank:
+        os._exit(0)
+    try:
+        train(model, optimizer, rank, 5, 6)
+    except EvenerError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_dies_while_an_exchange_is_on_its_way_is_an_error() -> None:
+    survivor, _ = worlds.outcomes([1, 1], _dies)
+    assert survivor.value.startswith("rank 0 came to exchange 2 after 6 steps"), survivor
 
 
 # --- what programs do ---
@@ -330,6 +388,12 @@ def _refused(rank: int, _: int, what: str) -> str:
         optimizer = None
     elif what == "momentum":
         how["momentum"] = 0.9
+    elif what == "overlap":
+        how["overlap"] = 4
+    elif what == "nan behind steps":
+        how["overlap"] = 2
+    elif what == "overlap alone":
+        how = {"overlap": 4}
     elif what == "rate":
         how["outer_lr"] = 0.0
     elif what == "alone":
@@ -345,10 +409,10 @@ def _refused(rank: int, _: int, what: str) -> str:
         if what == "join":
             with model.join():
                 model(torch.randn(6, 16))
-        if what == "nan":
+        if what.startswith("nan"):
             with torch.no_grad():
                 params[0][0, 0] += float("nan") if rank else 0.0
-            train(model, optimizer, rank, 0, 4)
+            train(model, optimizer, rank, 0, 8)
     except EvenerError as error:
         return error.problem
     return ""
@@ -365,11 +429,14 @@ REFUSED = {
     "none": "every=4: no optimizer was given",
     "momentum": "momentum= and warmup_steps= are of gradients",
     "rate": "outer_lr=0.0 cannot be",
+    "overlap": "overlap=4 cannot be",
+    "overlap alone": "overlap=4 is of local steps",
     "alone": "outer_lr=0.5 is of local steps",
     "two": "accelerate() was given 2 optimizers",
     "negative": "every=-1",
     "join": "join() and every= do not go together",
     "nan": "exchange 1: rank 1 has weights that are not finite",
+    "nan behind steps": "exchange 1: rank 1 has weights that are not finite",
 }
 
 

@@ -3,11 +3,12 @@
 The reference knows nothing of Evener: plain modules, one per rank, each with its own optimizers,
 schedule and GradScaler; shared weights whose gradient is the mean of how far the ranks went; and
 `torch.optim.SGD(nesterov=True)` as the outer optimizer (DiLoCo, arXiv 2311.08105, algorithm 1).
-Exact exchanges must give its weights and buffers bit for bit, after every step of the program.
+Exact exchanges must give its weights and buffers bit for bit, after every step of the program. With
+overlap the average is applied that number of steps later, and what a rank did in these is kept.
 
-Forms round, so their trainings part. There each exchange is checked by itself, from the weights
-that Evener had before it: what a form with error feedback has sent and what it keeps must be all
-that there was, and a cast may be off by its own rounding; then the outer step is the reference's.
+Forms round. There the reference takes the average that Evener found, which is checked by itself:
+what a form with error feedback has sent and what it keeps must be all that there was, and a cast
+may be off by its own rounding. All else is bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.comm import groups, rounds
+from evener.comm import fragments, groups, rounds
 from evener.comm.exchange import Exchange
 from evener.ddp import accelerate, restore
 from evener.ddp.local import LocalSteps
@@ -35,10 +36,14 @@ from tests.twins._ranks import Ranks, Switch
 from tests.twins.harness import Program, Twin
 
 RANKS = 2
-# Of the largest magnitude in a fragment, before the outer step, which takes it at most twice.
+# Of the largest magnitude in a fragment.
 # Casts: each rank's BF16 has an error of 2^-8, and the sum as much of both.
 KEPT, ROUNDED = 1e-5, 4 * 2.0**-8
 CASTS = ("bf16", "fp16")
+
+
+# Averages by the parameter's number.
+Means = dict[int, torch.Tensor]
 
 
 class Net(nn.Module):
@@ -137,11 +142,18 @@ class Reference:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.ranks = [Trainee(program, rank) for rank in range(RANKS)]
-        self.since = 0
+        self.since, self.overlap = 0, overlap_of(program)
+        # From the begin of an exchange until it is applied: the weights that each rank sent, and
+        # the averages. `tried`: weights were loaded and taken back meanwhile, so that the rank's
+        # own wait for the next meeting; `asks`: not if that was since a checkpoint was loaded.
+        self.sent: list[list[torch.Tensor]] | None = None
+        self.means: list[torch.Tensor] | None = None
+        self.tried = self.asks = False
         self.begin()
 
     def begin(self) -> None:
         """Go on from the weights as they are, which all ranks have."""
+        self.sent = None
         weights = self.ranks[0].net.parameters()  # those of the others are equal
         self.shared = [nn.Parameter(p.detach().float().clone()) for p in weights]
         momentum = self.program["momentum"]
@@ -149,32 +161,63 @@ class Reference:
             self.shared, self.program["lr"], momentum, nesterov=momentum > 0
         )
 
-    def step(self, seed: int, micro: int, overflow: int) -> None:
+    def step(self, seed: int, micro: int, overflow: int, means: Means) -> None:
         for one in self.ranks:
             one.step(seed, micro, overflow)
         self.since += 1
-        if self.since == self.program["every"]:
-            self.exchange()
+        if self.since >= self.overlap:
+            self.land(means)
+        if self.since >= self.program["every"]:
+            self.depart()
+            if not self.overlap:
+                self.land(means)
 
-    def exchange(self) -> None:
-        trained = [p.requires_grad for p in self.ranks[0].net.parameters()]
+    def depart(self) -> None:
+        self.arrive()
+        self.means, self.tried = [], False
         weights = [list(one.net.parameters()) for one in self.ranks]
         for i, shared in enumerate(self.shared):
             began = shared.detach().to(weights[0][i].dtype).float()
             parts = [(began - each[i].detach().float()) / RANKS for each in weights]
-            shared.grad = parts[0] + parts[1]
-        self._forget(trained)
-        self.outer.step()
-        self._forget(trained)
+            self.means.append(parts[0] + parts[1])
+        self.sent = [[p.detach().clone() for p in each] for each in weights]
+        self.since = 0
+
+    def land(self, means: Means) -> None:
+        """Apply the average; `means`: that of a form."""
+        if self.means is None:
+            return
+        trained = [p.requires_grad for p in self.ranks[0].net.parameters()]
+        if self.sent is not None:  # else other weights were loaded, and it is for nothing
+            for i, shared in enumerate(self.shared):
+                shared.grad = means.get(i, self.means[i])
+            self._forget(trained)
+            self.outer.step()
+            self._forget(trained)
+        self.means = None
+        if not self.tried or self.asks:
+            self.arrive()
+        self.asks = False
         with torch.no_grad():
-            for each in weights:
-                for parameter, shared in zip(each, self.shared, strict=True):
-                    parameter.copy_(shared)
             for one in self.ranks[1:]:
                 pairs = zip(one.net.buffers(), self.ranks[0].net.buffers(), strict=True)
                 for buffer, first in pairs:
                     buffer.copy_(first)
-        self.since = 0
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        for one, sent in zip(self.ranks, self.sent or [], strict=False):
+            for p, shared, before in zip(one.net.parameters(), self.shared, sent, strict=True):
+                p.copy_(shared + (p.float() - before.float()))
+        self.sent = None
+
+    def end_round(self, means: Means, last: Means) -> None:
+        """`means` and `last`: of a form, of what is on its way and of what follows."""
+        self.land(means)
+        if self.since:
+            self.depart()
+            self.land(last)
+        self.arrive()
 
     def _forget(self, trained: list[bool]) -> None:
         """Momentum does not move what is frozen."""
@@ -185,16 +228,23 @@ class Reference:
     def saved(self) -> Any:
         ranks = [one.saved() for one in self.ranks]
         shared = [p.detach().clone() for p in self.shared]
-        return ranks, shared, copy.deepcopy(self.outer.state_dict()), self.since
+        flight = copy.deepcopy((self.sent, self.means, self.tried))
+        return ranks, shared, copy.deepcopy(self.outer.state_dict()), self.since, flight
 
     def load(self, state: Any) -> None:
-        ranks, shared, outer, self.since = state
+        ranks, shared, outer, self.since, flight = state
+        self.sent, self.means, self.tried = copy.deepcopy(flight)
+        self.asks = self.means is not None
         for one, saved in zip(self.ranks, ranks, strict=True):
             one.load(saved)
         with torch.no_grad():
             for mine, theirs in zip(self.shared, shared, strict=True):
                 mine.copy_(theirs)
         self.outer.load_state_dict(copy.deepcopy(outer))
+
+
+def overlap_of(program: Program) -> int:
+    return min(program.get("overlap", 0), program["every"] - 1)
 
 
 class Pair:
@@ -204,7 +254,8 @@ class Pair:
         self.program, self.rank = program, rank
         self.plain = Reference(program)
         self.ours = Trainee(program, rank)
-        self.exact = program["form"] == "exact"
+        self.form = program["form"]
+        self.means: list[Means] = []  # of Evener's outer steps, until the reference has them
         self.saved: Any = None
         self.count = 0
         self._accelerate()
@@ -219,6 +270,7 @@ class Pair:
             model,
             self.ours.optimizers,
             every=program["every"],
+            overlap=overlap_of(program),
             outer_lr=program["lr"],
             outer_momentum=program["momentum"],
             mode=program["form"],
@@ -228,57 +280,49 @@ class Pair:
             p.requires_grad_(on)
         self.ours.model = model
         self.evener: Any = model.evener
-        if not self.exact:
-            inner = self.evener.exchange
-            self.evener.exchange = lambda: self._checked(inner)
+        if self.form != "exact":
+            self.sends: dict[int, torch.Tensor] = {}
+            for fragment in self.evener.fragments:
+                fragment.gone = functools.partial(self._gone, fragment, fragment.gone)
+                step = functools.partial(self._outer_step, fragment, fragment.outer_step)
+                fragment.outer_step = step
 
-    def _checked(self, exchange: Callable[[], None]) -> None:
-        """An exchange in a form that rounds; see the module."""
-        program, found = self.program, []
-        changed = torch.tensor(self.evener._changed_at)
-        dist.all_reduce(changed, dist.ReduceOp.MAX)
-        for i, fragment in enumerate(self.evener.fragments):
-            if changed:  # then that is where the round began
-                fragment.bucket.buffer.copy_(self.evener._loaded[int(changed)][i])
-                fragment.exchange.state.residual = None
-                if fragment.momentum is not None:
-                    fragment.momentum.zero_()
-            delta = torch.zeros_like(fragment.bucket.buffer)
-            views = fragment.views(delta)
-            for view, shared, p in zip(views, fragment.shared, fragment.parameters, strict=True):
-                view.copy_(shared.to(p.dtype).float() - p.detach().float())
-            momentum = fragment.momentum
-            momentum = torch.zeros_like(delta) if momentum is None else momentum.clone()
-            for view, p in zip(fragment.views(momentum), fragment.parameters, strict=True):
-                view.mul_(float(p.requires_grad))
-            before = fragment.bucket.buffer.clone()
-            # Residuals are shares of the mean, as what is sent.
-            found.append((fragment, delta / RANKS + _kept(fragment), momentum, before))
-        exchange()
-        for fragment, whole, momentum, before in found:
-            mean = whole - _kept(fragment)
+    def _gone(self, fragment: Any, gone: Callable[[], torch.Tensor]) -> torch.Tensor:
+        whole = gone()  # a share of the mean, as what is kept
+        self.sends[id(fragment)] = whole + _kept(fragment)
+        return whole
+
+    def _outer_step(
+        self, fragment: Any, step: Callable[..., None], whole: torch.Tensor, options: Any
+    ) -> None:
+        """Check the average `whole` of a form that rounds, and keep it for the reference."""
+        sends = self.sends.pop(id(fragment), None)  # none: it comes from a checkpoint
+        if sends is not None:
+            mean = sends - _kept(fragment)
             dist.all_reduce(mean)
-            scale = _largest(whole)
-            velocity = program["momentum"] * momentum + mean
-            wanted = before - program["lr"] * (mean + program["momentum"] * velocity)
-            error = (wanted - fragment.bucket.buffer).abs().max().item()
-            feedback = fragment.exchange.wire.feedback
-            bound = (KEPT if feedback or program["form"] not in CASTS else ROUNDED) * scale
-            bound += 1e-6 * before.abs().max().item()
-            assert error <= 2 * bound, (program["form"], error, bound)
-            every = [torch.empty_like(before) for _ in range(RANKS)]
-            dist.all_gather(every, fragment.bucket.buffer)
-            assert torch.equal(every[0], every[1]), "the ranks' shared weights differ"
-            for shared, p in zip(fragment.shared, fragment.parameters, strict=True):
-                assert torch.equal(shared.to(p.dtype), p.detach()), "not the shared weights"
+            bound = (ROUNDED if self.form in CASTS else KEPT) * _largest(sends)
+            error = (mean - whole).abs().max().item()
+            assert error <= 2 * bound, (self.form, error, bound)
+        both = [torch.empty_like(whole) for _ in range(RANKS)]
+        dist.all_gather(both, whole)
+        assert torch.equal(both[0], both[1]), "the ranks' averages differ"
+        number = {id(p): i for i, p in enumerate(self.ours.net.parameters())}
+        if fragment is self.evener.fragments[0]:
+            self.means.append({})
+        for view, parameter in zip(fragment.views(whole), fragment.parameters, strict=True):
+            self.means[-1][number[id(parameter)]] = view.clone()
+        step(whole, options)
+
+    def _found(self) -> Means:
+        return self.means.pop(0) if self.means else {}
 
     # --- steps of a program ---
 
     def do_train(self, steps: int, micro: int, overflow: int) -> None:
         for _ in range(steps):
             self.count += 1
-            for one in (self.plain, self.ours):
-                one.step(self.count, micro, overflow)  # type: ignore[attr-defined]
+            self.ours.step(self.count, micro, overflow)
+            self.plain.step(self.count, micro, overflow, self._found())
             self.compare()
 
     def do_freeze(self, part: int, on: bool) -> None:
@@ -292,7 +336,7 @@ class Pair:
             with torch.no_grad():
                 outputs.append(one.model(torch.ones(2, 8, dtype=next(one.net.parameters()).dtype)))
             one.net.train()
-        assert not self.exact or torch.equal(*outputs), "outputs differ"
+        assert torch.equal(*outputs), "outputs differ"
 
     def do_save(self) -> None:
         file = io.BytesIO()  # as a user has it: through a file
@@ -304,6 +348,7 @@ class Pair:
         if self.saved is None:
             return
         plain, file = self.saved
+        self.sends = {}
         self.plain.load(plain)
         if anew:
             self.evener.close()
@@ -341,6 +386,7 @@ class Pair:
             one.net.load_state_dict(own)
         if moved:
             self.plain.begin()
+        self.plain.tried |= self.plain.means is not None
         box = [self.ours.net.state_dict()]
         dist.broadcast_object_list(box, src=0)
         self.ours.net.load_state_dict(box[0])
@@ -351,20 +397,19 @@ class Pair:
             own = copy.deepcopy(one.net.state_dict())
             one.net.load_state_dict({k: torch.zeros_like(v) for k, v in own.items()})
             one.net.load_state_dict(own)
+        self.plain.tried |= self.plain.means is not None
 
     def do_again(self) -> None:
         """Plain DDP for a moment."""
-        if self.plain.since:
-            self.plain.exchange()
+        on_its_way = self.plain.means is not None
+        restore(self.ours.model)  # type: ignore[arg-type]
+        self.plain.end_round(self._found() if on_its_way else {}, self._found())
         self.plain.since = 0
         self.plain.begin()
-        restore(self.ours.model)  # type: ignore[arg-type]
         self.ours.model = self.ours.net
         self._accelerate()
 
     def compare(self) -> None:
-        if not self.exact:
-            return
         theirs = self.plain.ranks[self.rank].values()
         names = [*dict(self.ours.net.named_parameters()), *dict(self.ours.net.named_buffers())]
         for name, a, b in zip(names, theirs, self.ours.values(), strict=True):
@@ -419,7 +464,7 @@ def _heavy_ball(mean: Any, momentum: Any, shared: Any, options: Any, trained: bo
     shared.add_(mean, alpha=-options.outer_lr)
 
 
-def _always_trained(*given: Any, step: Any = rounds.outer_step) -> None:
+def _always_trained(*given: Any, step: Any = fragments.outer_step) -> None:
     step(*given[:4], True)
 
 
@@ -442,8 +487,39 @@ def _any_load(self: Any, settle: Any = rounds.Rounds.settle) -> None:
     settle(self)
 
 
-def _buffers_stay(self: Any) -> None:
+def _nothing(self: Any, *_: Any) -> None:
     """Nothing."""
+
+
+def _only_shared(self: Any, _: Any = None, write: Any = fragments.Fragment.write) -> None:
+    write(self)
+
+
+def _later(self: Any, land: Any = rounds.Rounds.land) -> None:
+    if self.since != self.overlap:
+        land(self)
+
+
+def _over_loads(self: Any, land: Any = rounds.Rounds.land) -> None:
+    self.settle()
+    loaded, self._loaded = self._loaded, {}
+    land(self)
+    self._loaded = self._loaded or loaded
+
+
+def _without_flight(self: Any, state: Any, load: Any = rounds.Rounds.load_state_dict) -> None:
+    load(self, {**state, "flight": None})
+
+
+def _sent_as_is(self: Any, state: Any, load: Any = rounds.Rounds.load_state_dict) -> None:
+    load(self, state)
+    if self._flight is not None:
+        self._flight.sent = [list(fragment.shared) for fragment in self.fragments]
+
+
+def _round_ends(self: Any) -> None:
+    if self.since:
+        self.exchange()
 
 
 def _first_counts(self: Any, optimizer: Any, ends: Any = LocalSteps._ends) -> None:
@@ -452,14 +528,21 @@ def _first_counts(self: Any, optimizer: Any, ends: Any = LocalSteps._ends) -> No
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
-    "momentum is not Nesterov's": _put(rounds, "outer_step", _heavy_ball),
-    "momentum moves what is frozen": _put(rounds, "outer_step", _always_trained),
-    "rounding to 16 bits is a step": _put(rounds, "rounded", lambda shared, _: shared),
+    "momentum is not Nesterov's": _put(fragments, "outer_step", _heavy_ball),
+    "momentum moves what is frozen": _put(fragments, "outer_step", _always_trained),
+    "rounding to 16 bits is a step": _put(fragments, "rounded", lambda shared, _: shared),
     "what was not sent is forgotten": _put(Exchange, "run", _forgetful),
     "a checkpoint has no momentum": _put(rounds.Rounds, "load_state_dict", _without_momentum),
     "a checkpoint begins a round": _put(rounds.Rounds, "load_state_dict", _round_begins),
-    "weights that are loaded are a step": _put(rounds.Rounds, "settle", _buffers_stay),
+    "weights that are loaded are a step": _put(rounds.Rounds, "settle", _nothing),
     "weights that are tried begin a round": _put(rounds.Rounds, "settle", _any_load),
+    "steps behind an exchange are lost": _put(fragments.Fragment, "write", _only_shared),
+    "an exchange is applied a step late": _put(rounds.Rounds, "land", _later),
+    "an exchange is not waited for": _put(rounds.Rounds, "_wait", _nothing),
+    "weights that are loaded are moved": _put(rounds.Rounds, "land", _over_loads),
+    "a checkpoint has no exchange": _put(rounds.Rounds, "load_state_dict", _without_flight),
+    "a checkpoint has not what was sent": _put(rounds.Rounds, "load_state_dict", _sent_as_is),
+    "a round ends with an exchange on its way": _put(rounds.Rounds, "end_round", _round_ends),
     "the first optimizer's step is the step": _put(LocalSteps, "_ends", _first_counts),
 }
 _switch = Switch()
@@ -501,6 +584,7 @@ PROGRAMS = st.fixed_dictionaries(
         "scaler": st.booleans(),
         "clip": st.booleans(),
         "every": st.integers(1, 5),
+        "overlap": st.sampled_from([0, 0, 1, 2, 4]),
         "lr": st.sampled_from([0.7, 1.0, 0.5]),
         "momentum": st.sampled_from([0.9, 0.9, 0.0]),
         "form": st.sampled_from(

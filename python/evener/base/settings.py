@@ -477,6 +477,13 @@ EVENER_EVERY = _number(
     "of the weights are averaged (docs/guide/slow-networks.md). This is another algorithm than "
     "DDP's. It holds for accelerate(every=) too. 0: gradients are averaged in every step.",
 )
+EVENER_OVERLAP = _number(
+    _DOOR,
+    "EVENER_OVERLAP",
+    0,
+    "With EVENER_EVERY: an exchange runs behind this many of the next steps, fewer than a round "
+    "has, and is applied after them. It holds for accelerate(overlap=) too. 0: ranks wait for it.",
+)
 EVENER_DDP_PLAIN = _number(
     _DOOR,
     "EVENER_DDP_PLAIN",

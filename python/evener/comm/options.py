@@ -61,6 +61,7 @@ class Options:
     timeout: float = 0.0
     outer: str = "auto"
     every: int = 0
+    overlap: int = 0
     outer_lr: float = 0.0
     outer_momentum: float = 0.0
 
@@ -79,6 +80,8 @@ class Options:
         _require("predivide", self.predivide, self.predivide > 0, "a number above 0")
         _require("every", self.every, self.every >= 0, "0, or a number of steps")
         if self.every:
+            fits = 0 <= self.overlap < self.every
+            _require("overlap", self.overlap, fits, f"0 or more, and below every={self.every}")
             _require("outer_lr", self.outer_lr, 0 < self.outer_lr <= 2, "above 0 and at most 2")
             least = 0 <= self.outer_momentum < 1
             _require("outer_momentum", self.outer_momentum, least, "at least 0 and below 1")

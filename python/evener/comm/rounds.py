@@ -20,6 +20,13 @@ Theta and m are float32 (float64 for weights of that) in flat buffers, laid out 
 (`evener.comm.buckets`), and the averages take the same routes and forms. Weights of 16 bits are
 theta rounded, and delta is counted from there, so that rounding is no step.
 
+With `overlap` an exchange runs behind the rank's next steps (lanes, as gradients have them), and D
+is there `overlap` steps after it began, when theta moves. How far the rank went in these steps is
+kept: its weights are then theta + (weights - weights as they were sent), and the next round's delta
+is that difference and what follows. Each step counts once; D is late, which is what Streaming
+DiLoCo (Douillard et al., arXiv 2501.18512) found to cost little. Theta is equal on all ranks after
+each exchange, as always; the ranks' own weights are never.
+
 Before anything is sent the ranks meet: a few numbers from each say whether all are at the same
 exchange, with the same shared weights, bit for bit, and with finite weights. Where they are not,
 every rank raises the same error, which names the rank. A rank that is missing is an error after the
@@ -28,7 +35,8 @@ group's timeout.
 Weights that the program loads into the model are no step: at the next exchange they are theta, and
 the momentum is forgotten, unless the state of this module was loaded too. Where a load leaves all
 weights of all ranks as they were, nothing happens. That must be asked: of ranks that all load what
-rank 0 has saved, rank 0 alone is where it was.
+rank 0 has saved, rank 0 alone is where it was. Of an exchange that is on its way meanwhile, theta
+moves when it is time, and the rank's own weights only when that is known.
 """
 
 from __future__ import annotations
@@ -38,7 +46,6 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,10 +53,12 @@ import torch.distributed as dist
 
 from evener.comm import wires
 from evener.comm.agree import require_agreement
-from evener.comm.buckets import Bucket, Buckets, Slot, place
+from evener.comm.buckets import Buckets
 from evener.comm.errors import CommError
-from evener.comm.exchange import Exchange, Step
+from evener.comm.exchange import Exchange
+from evener.comm.fragments import Flight, Fragment
 from evener.comm.groups import Communicators
+from evener.comm.lanes import Lanes, StreamLanes, ThreadLanes
 from evener.comm.options import Options
 from evener.comm.reducer import device_of
 from evener.errors import UsageError
@@ -70,81 +79,12 @@ _TOLD = (
 )
 
 
-@dataclass
-class Fragment:
-    """What is exchanged as one: `shared` weights by parameter, views of the bucket's buffer, and
-    the outer `momentum`, of the same layout; None where there is none.
-    """
-
-    bucket: Bucket
-    exchange: Exchange
-    parameters: list[torch.nn.Parameter]
-    shared: list[torch.Tensor]
-    momentum: torch.Tensor | None
-
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' places in `buffer`, which is laid out as the bucket is."""
-        return [
-            place(buffer, Slot(slot.index, slot.offset, slot.numel), parameter)
-            for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True)
-        ]
-
-    def run(self, options: Options) -> None:
-        """Average how far the ranks went, and go on from where that leads. Collective."""
-        route = self.exchange.route
-        whole = torch.zeros_like(self.bucket.buffer)
-        means = self.views(whole)
-        for mean, shared, parameter in zip(means, self.shared, self.parameters, strict=True):
-            torch.sub(rounded(shared, parameter), parameter.to(shared.dtype), out=mean)
-        if route.scaling.pack != 1.0:
-            whole.mul_(route.scaling.pack)
-        if route.scatter is not None:
-            route.reduce_inside(whole)
-        start, end = self.exchange.place()
-        self.exchange.run(whole[start:end], Step())
-        if route.gather is not None:
-            route.spread_inside(whole)
-        kept: Sequence[torch.Tensor | None] = [None] * len(means)
-        if self.momentum is not None:
-            kept = self.views(self.momentum)
-        for mean, momentum, shared, parameter in zip(
-            means, kept, self.shared, self.parameters, strict=True
-        ):
-            outer_step(mean, momentum, shared, options, parameter.requires_grad)
-            parameter.copy_(shared)
-
-
-def outer_step(
-    mean: torch.Tensor,
-    momentum: torch.Tensor | None,
-    shared: torch.Tensor,
-    options: Options,
-    trained: bool,
-) -> None:
-    """SGD with Nesterov momentum on `shared`; `mean` is used up. Not `trained`: what momentum there
-    is would move a weight that the program has frozen, and is forgotten.
-    """
-    if momentum is not None:
-        if not trained:
-            momentum.zero_()
-        momentum.mul_(options.outer_momentum).add_(mean)
-        mean.add_(momentum, alpha=options.outer_momentum)
-        if not trained:
-            momentum.zero_()
-    shared.add_(mean, alpha=-options.outer_lr)
-
-
-def rounded(shared: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The shared weights as this parameter can hold them, in their own dtype."""
-    return shared.to(parameter.dtype).to(shared.dtype)
-
-
 class Rounds:
     """The rounds of one model: `model.evener` where a model takes local steps.
 
     `stepped` is called after each step of the program; `exchanged` is called at the end of each
     exchange, on all ranks, for what has to be equal besides (buffers). `steps` and `rounds` count
-    from the start of the training, `since` the steps since the last exchange.
+    from the start of the training, `since` the steps since the last exchange began.
     """
 
     def __init__(
@@ -166,6 +106,10 @@ class Rounds:
         self.options = options
         self.exchanged: Callable[[], None] = lambda: None
         self.steps = self.rounds = self.since = 0
+        self.every, self.overlap = options.every, options.overlap
+        self._flight: Flight | None = None
+        self._lanes: Lanes | None = None
+        self._at = (1, 0)  # the exchange to which the ranks come, and after how many steps
         self._before: list[torch.Tensor] | None = None  # the weights, when the program loads others
         # Of this round: the last load that changed a weight here (0: none), and the weights after
         # some loads, by fragment. A load's number is the step before which it came, from 1, which
@@ -175,7 +119,7 @@ class Rounds:
         self._state_loaded = False
         self._state_of = 0  # the weights with which it was saved
         self._last: float | None = None  # when an exchange ended
-        self._stepping = self._exchanging = 0.0  # seconds
+        self._stepping = self._exchanging = self._spent = 0.0  # seconds
         self._timed = 0
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
@@ -230,50 +174,141 @@ class Rounds:
             dist.broadcast(
                 fragment.bucket.buffer, group=self.communicators.flat().outer.handle, group_src=0
             )
-            self._write(fragment)
-
-    @staticmethod
-    def _write(fragment: Fragment) -> None:
-        for shared, parameter in zip(fragment.shared, fragment.parameters, strict=True):
-            parameter.copy_(shared)
+            fragment.write()
 
     # --- steps ---
 
     def stepped(self) -> None:
         """The program's optimizer took a step, or its loss scaler left one out. Collective in each
-        N-th call."""
+        N-th call; with overlap it only begins there, and raises `overlap` steps
+        later."""
         self.settle()  # again: a step that was left out did not begin
         self._state_loaded = False
         self.steps += 1
         self.since += 1
-        if self.since >= self.options.every:
-            self.exchange()
+        if self.since >= self.overlap:
+            self.land()
+        if self.since >= self.every:
+            if self.overlap:
+                self._depart()
+            else:
+                self.exchange()
 
+    @torch.no_grad()
     def exchange(self) -> None:
         """End the round now. Collective.
 
         Raises CommError where the ranks are not at the same exchange, or weights are not finite.
         """
-        with torch.no_grad():
-            self.settle()
-            mine = self._tell()  # it waits for the device, so that its time is not the exchange's
-            began = time.perf_counter()
-            if at := self._check(mine):
-                self._begin_loaded(at)
-            self._changed_at, self._loaded = 0, {}
-            try:
-                for fragment in self.fragments:
-                    fragment.exchange.route.outer.check()
-                    fragment.run(self.options)
-                self.exchanged()
-            except RuntimeError as error:
-                raise self._alone(error) from error
+        self.land()
+        mine = self._tell()  # it waits for the device, so that its time is not the exchange's
+        began = time.perf_counter()
+        self._agree(mine)
+        try:
+            for fragment in self.fragments:
+                fragment.exchange.route.outer.check()
+                whole = fragment.gone()
+                for stage in fragment.stages(whole):
+                    stage()
+                fragment.outer_step(whole, self.options)
+                fragment.write()
+            self.exchanged()
+        except RuntimeError as error:
+            raise self._alone(error) from error
         self.rounds += 1
         self.since = 0
         self._took(began)
 
+    def _agree(self, mine: torch.Tensor) -> None:
+        """Check that all are at one place, and settle what was loaded in this round. Collective."""
+        if at := self._check(mine):
+            self._begin_loaded(at)
+        elif self._flight is not None:
+            self._arrive(self._flight)
+        self._flight, self._changed_at, self._loaded = None, 0, {}
+
+    @torch.no_grad()
+    def _depart(self) -> None:
+        """Begin an exchange behind the next steps; `land` ends it. Collective."""
+        mine = self._tell()
+        began = time.perf_counter()
+        agreed = bool(self._loaded)
+        if agreed:  # where a round began must be known before it is sent how far it went
+            self._agree(mine)
+        flight = Flight(
+            [fragment.gone() for fragment in self.fragments],
+            [[p.detach().clone() for p in fragment.parameters] for fragment in self.fragments],
+        )
+
+        def meet() -> None:
+            try:
+                if not agreed:
+                    self._check(mine)
+            except CommError as error:  # the same on all ranks: none of them sends
+                flight.error = error
+
+        if self._lanes is None:
+            on_gpu = self.device.type == "cuda"
+            self._lanes = StreamLanes(self.device) if on_gpu else ThreadLanes()
+        title = f"exchange {self._at[0]}"
+        try:
+            flight.tickets.append(self._lanes.issue(title, [meet, None, None]))
+            for fragment, whole in zip(self.fragments, flight.wholes, strict=True):
+                fragment.exchange.route.outer.check()
+                stages = map(flight.unless_failed, fragment.stages(whole))
+                flight.tickets.append(self._lanes.issue(title, list(stages)))
+        except RuntimeError as error:
+            raise self._alone(error) from error
+        self._flight = flight
+        self.rounds += 1
+        self.since = 0
+        self._spent = time.perf_counter() - began
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Apply the exchange that is on its way, if one is: wait for it, move the shared weights,
+        go on from there. On all ranks after the same step.
+
+        Raises CommError as `exchange` does.
+        """
+        self.settle()
+        flight = self._flight
+        if flight is None or flight.landed:
+            return
+        began = time.perf_counter() - self._spent
+        self._wait(flight)
+        for fragment, whole in zip(self.fragments, flight.wholes, strict=True):
+            fragment.outer_step(whole, self.options)
+        flight.wholes, flight.landed = [], True
+        if flight.asks:
+            self._agree(self._tell())
+        elif not self._loaded:  # else the next meeting knows whether the weights are others now
+            self._arrive(flight)
+            self._flight = None
+        try:
+            self.exchanged()
+        except RuntimeError as error:
+            raise self._alone(error) from error
+        self._took(began)
+
+    def _wait(self, flight: Flight) -> None:
+        """Until its averages are there; nothing is applied."""
+        try:
+            for ticket in flight.tickets:
+                ticket.wait()
+        except RuntimeError as error:
+            raise self._alone(error) from error
+        flight.tickets = []
+        if flight.error is not None:
+            raise flight.error
+
+    def _arrive(self, flight: Flight) -> None:
+        for fragment, sent in zip(self.fragments, flight.sent, strict=True):
+            fragment.write(sent)
+
     def _took(self, began: float) -> None:
-        """An exchange has ended. Its own time counts from the second on, as that of the steps."""
+        """An exchange has ended, for which the rank has stood still since `began`, in one go or as
+        if. Its time counts from the second on, as that of the steps."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
@@ -282,29 +317,34 @@ class Rounds:
             self._exchanging += now - began
             self._timed += 1
             if self._timed == 1 and self.communicators.rank == 0:
-                logger.info("an exchange took %s", self._times())
-        self._last = now
+                logger.info("%s", self._times())
+        self._last, self._spent = now, 0.0
 
     def _times(self) -> str:
         """Means of the exchanges so far."""
         steps, exchange = (1e3 * t / self._timed for t in (self._stepping, self._exchanging))
         share = self._exchanging / (self._stepping + self._exchanging)
+        took = "ranks stood still for an exchange for" if self.overlap else "an exchange took"
         return (
-            f"{exchange:.1f} ms, the steps of its round {steps:.1f} ms: {share:.0%} of the time, "
-            "with the wait for the slowest rank"
+            f"{took} {exchange:.1f} ms, the steps of its round took {steps:.1f} ms: {share:.0%} of "
+            "the time, with the wait for the slowest rank"
         )
 
     def end_round(self) -> None:
         """Make all ranks equal, if they took steps since the last exchange. Collective."""
-        self.settle()
+        self.land()
         if self.since:
             self.exchange()
+        elif self._flight is not None:
+            with torch.no_grad():
+                self._agree(self._tell())
 
     def _tell(self) -> torch.Tensor:
-        """int64 [6]: what this rank says of itself; see `_check`."""
+        """int64 [7]: what this rank says of itself; see `_check`."""
+        self._at = (self.rounds + 1, self.steps)
         frozen = zlib.crc32(bytes(p.requires_grad for p in self.parameters))
         mine = [self.rounds, self.steps, frozen, self._digest(), self._changed_at]
-        return torch.tensor([*mine, int(_finite(self.parameters))])
+        return torch.tensor([*mine, bool(self._loaded), _finite(self.parameters)]).long()
 
     def _check(self, mine: torch.Tensor) -> int:
         """The load of this round that was the last to change weights on any rank; 0: none was.
@@ -313,6 +353,8 @@ class Rounds:
         Raises on every rank unless all are at the same place, with finite weights.
         """
         told = self._meet(mine).tolist()
+        number = self._at[0]
+        at = max(int(row[4]) for row in told)
         for rank, row in enumerate(told):
             for (what, said), theirs, first in zip(_TOLD, row, told[0], strict=False):
                 if theirs == first:
@@ -321,16 +363,25 @@ class Rounds:
                 if what in ("rounds", "steps"):
                     said = f"has {theirs} {what} behind it, rank 0 has {first}"
                 raise CommError(
-                    f"exchange {self.rounds + 1}: rank {rank} {said}",
+                    f"exchange {number}: rank {rank} {said}",
                     "load, freeze and write weights, and load model.evener's state, on every rank "
                     "alike",
                 )
+            if at and row[5] != told[0][5]:
+                raise self._loaded_apart(rank)
             if not row[-1]:
                 raise CommError(
-                    f"exchange {self.rounds + 1}: rank {rank} has weights that are not finite",
+                    f"exchange {number}: rank {rank} has weights that are not finite",
                     "lower its learning rate or clip gradients; nothing of it was sent",
                 )
-        return max(int(row[-2]) for row in told)
+        return at
+
+    def _loaded_apart(self, rank: int) -> CommError:
+        return CommError(
+            f"exchange {self._at[0]}: rank {rank} has loaded other weights than rank 0",
+            "load weights on every rank alike; model.evener's state too, where each rank has its "
+            "own",
+        )
 
     def _meet(self, mine: torch.Tensor) -> torch.Tensor:
         """int64 [ranks, n]: what each rank has where this one has `mine`, int64 [n]. Collective."""
@@ -344,7 +395,7 @@ class Rounds:
     def _alone(self, error: RuntimeError) -> CommError:
         first = " ".join(str(error).split())[:200]
         return CommError(
-            f"rank {self.communicators.rank} came to exchange {self.rounds + 1} after {self.steps} "
+            f"rank {self.communicators.rank} came to exchange {self._at[0]} after {self._at[1]} "
             f"steps, and waited {self.communicators.waits} for its peers: {first}",
             "give every rank as many steps; or look at the log of the rank that is gone",
         )
@@ -399,11 +450,7 @@ class Rounds:
         digests = self._meet(torch.tensor([-1 if loaded is None else _digest(loaded)]))
         for rank, (digest,) in enumerate(digests.tolist()):
             if digest != digests[0].item():
-                raise CommError(
-                    f"exchange {self.rounds + 1}: rank {rank} has loaded other weights than rank 0",
-                    "load weights on every rank alike; model.evener's state too, where each rank "
-                    "has its own",
-                )
+                raise self._loaded_apart(rank)
         assert loaded is not None
         for fragment, whole in zip(self.fragments, loaded, strict=True):
             fragment.bucket.buffer.copy_(whole)
@@ -420,9 +467,12 @@ class Rounds:
 
         Not collective; tensors are copies on the CPU. Shared weights and momentum are equal on all
         ranks. What compression has not sent is this rank's own, and is taken over only where the
-        same rank loads it: save on each rank to resume with equal bits.
+        same rank loads it: save on each rank to resume with equal bits. An exchange that is on its
+        way is waited for, and saved as what is to be applied.
         """
         self.settle()
+        if (flight := self._flight) is not None:
+            self._wait(flight)
         kept = {
             number: {"steps": fragment.exchange.state.steps, "residual": _saved(residual)}
             for number, fragment in enumerate(self.fragments)
@@ -440,7 +490,16 @@ class Rounds:
             "loaded": {at: self._by_name(one) for at, one in self._loaded.items()},
             "layout": self._layout(),
             "kept": kept,
+            "flight": None if flight is None else self._flight_state(flight),
         }
+
+    def _flight_state(self, flight: Flight) -> dict[str, Any]:
+        sent = {
+            name: _saved(weight)
+            for fragment, weights in zip(self.fragments, flight.sent, strict=True)
+            for name, weight in zip(fragment.exchange.names, weights, strict=True)
+        }
+        return {"landed": flight.landed, "mean": self._by_name(flight.wholes), "sent": sent}
 
     def _by_name(self, buffers: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Copies of what lies in `buffers`, one a fragment, by parameter."""
@@ -477,6 +536,8 @@ class Rounds:
                         "load the state of the same model",
                     )
         same = list(state["layout"]) == self._layout()
+        if self._flight is not None:
+            self._wait(self._flight)  # it is nobody's any more, and still under way
         with torch.no_grad():
             for number, fragment in enumerate(self.fragments):
                 fragment.bucket.buffer.copy_(self._filled(fragment, state["shared"]))
@@ -497,6 +558,22 @@ class Rounds:
             at: [self._filled(fragment, values) for fragment in self.fragments]
             for at, values in state["loaded"].items()
         }
+        self._flight = None
+        if (flight := state.get("flight")) is not None:
+            self._flight = Flight(
+                []
+                if flight["landed"]
+                else [self._filled(f, flight["mean"]) for f in self.fragments],
+                [
+                    [
+                        flight["sent"][name].to(parameter.device, parameter.dtype, copy=True)
+                        for name, parameter in zip(f.exchange.names, f.parameters, strict=True)
+                    ]
+                    for f in self.fragments
+                ],
+                landed=flight["landed"],
+                asks=True,
+            )
         self._before = None
         self._state_loaded, self._state_of = True, int(state["weights"])
 
@@ -515,11 +592,6 @@ class Rounds:
         """The exchange of each fragment."""
         return [fragment.exchange for fragment in self.fragments]
 
-    @property
-    def every(self) -> int:
-        """Steps per round."""
-        return self.options.every
-
     def describe(self) -> str:
         """One line: ranks, steps per round, outer step, forms, bytes and times."""
         forms = [exchange.wire.name for exchange in self.exchanges]
@@ -527,10 +599,11 @@ class Rounds:
         sent = sum(exchange.sent_bytes for exchange in self.exchanges) / 1e6
         size = f"{sent:.1f} MB" if sent >= 0.1 else f"{1e3 * sent:.1f} kB"
         options = self.options
-        took = f"; an exchange took {self._times()}" if self._timed else ""
+        took = f"; {self._times()}" if self._timed else ""
+        behind = f", behind the next {self.overlap}," if self.overlap else ""
         return (
             f"{self.communicators.size} ranks train by themselves and average every "
-            f"{options.every} steps (outer lr {options.outer_lr:g}, momentum "
+            f"{self.every} steps{behind} (outer lr {options.outer_lr:g}, momentum "
             f"{options.outer_momentum:g}); each sends {size} per exchange in "
             f"{len(forms)} buckets: {counts}{took}"
         )
@@ -541,15 +614,29 @@ class Rounds:
             hook.remove()
         self._hooks = []
 
+    def _end(self) -> bool:
+        """`detach`, and wait for what is on its way; whether all is well with the groups."""
+        self.detach()
+        flight, self._flight = self._flight, None
+        try:
+            if flight is not None:
+                self._wait(flight)
+        except CommError:
+            return False
+        finally:
+            if self._lanes is not None:
+                self._lanes.close()
+        return True
+
     def drop(self) -> None:
         """`detach`, for whom nobody calls `close`: ranks collect garbage at different moments."""
-        self.detach()
-        self.communicators.drop()
+        if self._end():
+            self.communicators.drop()
 
     def close(self) -> None:
         """`detach`, and give the groups to the next user: in the same order on all ranks."""
-        self.detach()
-        self.communicators.close()
+        if self._end():
+            self.communicators.close()
 
 
 def _digest(buffers: Sequence[torch.Tensor]) -> int:

@@ -49,6 +49,7 @@ def accelerate(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     every: int | None = None,
+    overlap: int | None = None,
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     mode: str | None = None,
@@ -90,9 +91,11 @@ def accelerate(
     `every`: each rank trains by itself for this many steps; then the changes of the weights are
     averaged, in the form of `mode` (with "auto": `floor`), and all go on from there. No gradient is
     reduced: this is another algorithm than DDP's (docs/guide/slow-networks.md). Needs `optimizer`:
-    the model's, or a list of all that step it. EVENER_EVERY wins over it. `outer_lr`,
-    `outer_momentum`: of the step that the average makes; default 0.7 and 0.9, with top-k and low
-    rank 1 and 0. Then `model.evener` is an `evener.comm.rounds.Rounds`.
+    the model's, or a list of all that step it. EVENER_EVERY wins over it. `overlap`: the exchange
+    runs behind this many of the next steps, below `every`, and its average is applied after them;
+    0: the ranks wait for it. EVENER_OVERLAP wins over it. `outer_lr`, `outer_momentum`: of the
+    step that the average makes; default 0.7 and 0.9, with top-k and low rank 1 and 0. Then
+    `model.evener` is an `evener.comm.rounds.Rounds`.
 
     For top-k: `warmup_steps`: come down to `ratio` from 25% within this many steps. `momentum`: of
     an SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then
@@ -119,9 +122,10 @@ def accelerate(
     log.begin(dist.get_rank())
     if dist.get_rank() == 0:
         torch_names.say_untried(logger)
-    local = _every(every)
+    local = _of_rounds("every", every, settings.EVENER_EVERY)
     if not local:
-        for name, value in (("outer_lr", outer_lr), ("outer_momentum", outer_momentum)):
+        of_rounds = {"overlap": overlap, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        for name, value in of_rounds.items():
             if value is not None:
                 raise UsageError(f"{name}={value:g} is of local steps", "give every= too")
         if isinstance(optimizer, Sequence):
@@ -146,6 +150,7 @@ def accelerate(
         options = dataclasses.replace(
             options,
             every=local,
+            overlap=_of_rounds("overlap", overlap, settings.EVENER_OVERLAP),
             outer_lr=(1.0 if late else 0.7) if outer_lr is None else outer_lr,
             outer_momentum=(0.0 if late else 0.9) if outer_momentum is None else outer_momentum,
         )
@@ -185,10 +190,10 @@ def accelerate(
             "own state_dict()"
         )
     try:
-        overlap = _overlap(reducer, optimizer, model.module, mode)
-        planner = _planner(reducer, mode, options, overlap)
+        across = _overlap(reducer, optimizer, model.module, mode)
+        planner = _planner(reducer, mode, options, across)
         # A layer's part beside the rows is more bytes: to be hidden, compressed, or found worth it.
-        apart = overlap is not None and (planner is not None or options.wire != "exact")
+        apart = across is not None and (planner is not None or options.wire != "exact")
         reducer.parts.watch(model.module, layers=apart)
         look_at_moments(reducer, optimizer, planner)
         if planner is not None:
@@ -196,21 +201,21 @@ def accelerate(
             planner.forms = tuple(f for f in planner.forms if all(f in other for other in allowed))
         if planner is not None and planner.forced is None:
             reducer.parts.forms = planner.forms
-        wrapped = wrap(model, reducer, Steps(reducer, overlap, planner))
+        wrapped = wrap(model, reducer, Steps(reducer, across, planner))
     except BaseException:
         reducer.drop()
         raise
     return wrapped if given is model else given  # type: ignore[return-value]
 
 
-def _every(argument: int | None) -> int:
-    """Steps per round, by the variable or the argument; 0: gradients are reduced in every step."""
+def _of_rounds(name: str, argument: int | None, setting: settings.Setting[int]) -> int:
+    """What the variable says, or else the argument; 0 where neither does."""
     if argument is not None and argument < 0:
-        raise UsageError(f"every={argument}", "give a number of steps, or 0 for none")
-    if settings.EVENER_EVERY.is_set():
-        found = settings.EVENER_EVERY.get()
+        raise UsageError(f"{name}={argument}", "give a number of steps, or 0 for none")
+    if setting.is_set():
+        found = setting.get()
         if argument is not None and argument != found:
-            info0("every=%s is overruled by EVENER_EVERY: %s", argument, found)
+            info0("%s=%s is overruled by %s: %s", name, argument, setting.name, found)
         return found
     return argument or 0
 

@@ -123,12 +123,14 @@ def _keep_residuals(module: Any) -> None:
         sys.stderr.write(f"evener: the Trainer's checkpoints hold no residuals: {error}\n")
 
 
-def variables(env: Mapping[str, str], floor: str = "", every: int = 0) -> dict[str, str]:
+def variables(
+    env: Mapping[str, str], floor: str = "", every: int = 0, overlap: int | None = None
+) -> dict[str, str]:
     """What opens DDP's door in a job whose environment is `env`: for `evener launch` and the lab.
 
     `floor`: the least exact form that may be sent; "" where nothing may be lost. `every`: steps
-    that each rank takes by itself; 0: none. A variable that is set wins. Raises UsageError for a
-    value that cannot be.
+    that each rank takes by itself; 0: none. `overlap`: behind how many of these an exchange runs. A
+    variable that is set wins. Raises UsageError for a value that cannot be.
     """
     from evener.base import settings
 
@@ -141,16 +143,17 @@ def variables(env: Mapping[str, str], floor: str = "", every: int = 0) -> dict[s
     opened = {VARIABLE: given if given != "off" else "auto" if floor else "exact"}
     if floor and opened[VARIABLE] == "auto":
         opened[settings.EVENER_FLOOR.name] = floor
-    if settings.EVENER_EVERY.is_set(env):
-        every = settings.EVENER_EVERY.get(env)
-    if every:
-        opened[settings.EVENER_EVERY.name] = str(every)
+    for setting, value in ((settings.EVENER_EVERY, every), (settings.EVENER_OVERLAP, overlap)):
+        if setting.is_set(env):
+            value = setting.get(env)
+        if value:
+            opened[setting.name] = str(value)
     return {**opened, **_path(env)}
 
 
-def require(ddp: bool, floor: str | None, every: int | None) -> None:
+def require(ddp: bool, floor: str | None, every: int | None, overlap: int | None) -> None:
     """Raise UsageError for options of `--ddp`'s that were given without it."""
-    for option, given in (("--floor", floor), ("--every", every)):
+    for option, given in (("--floor", floor), ("--every", every), ("--overlap", overlap)):
         if given and not ddp:
             raise UsageError(f"{option} {given} is for --ddp", "give --ddp too")
 

@@ -187,6 +187,12 @@ def lab() -> None:
     help="With --ddp: ranks take N steps by themselves, then average their weights' changes.",
 )
 @click.option(
+    "--overlap",
+    type=click.IntRange(0),
+    metavar="STEPS",
+    help="With --every: an exchange runs behind this many of the next steps.",
+)
+@click.option(
     "--horovod", is_flag=True, help="`import horovod` gives Evener's, even if none is installed."
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be built and run.")
@@ -201,6 +207,7 @@ def run(
     fsdp: bool,
     floor: str | None,
     every: int | None,
+    overlap: int | None,
     horovod: bool,
     dry_run: bool,
     command: tuple[str, ...],
@@ -211,9 +218,10 @@ def run(
     where there are enough.
     """
     variables = _variables(env)
-    door.require(ddp, floor, every)
+    door.require(ddp, floor, every, overlap)
     if ddp:
-        variables.update(door.variables({**os.environ, **variables}, floor or "", every or 0))
+        told = {**os.environ, **variables}
+        variables.update(door.variables(told, floor or "", every or 0, overlap))
     if fsdp:
         variables.update(door.variables_sharded({**os.environ, **variables}))
     if dry_run:

@@ -37,6 +37,7 @@ class Asked:
     fsdp: bool
     floor: str | None
     every: int | None
+    overlap: int | None
     host_discovery_script: Path | None
     least: int | None
     most: int | None

@@ -78,6 +78,12 @@ from evener.tools.launch.start import start
     help="With --ddp: ranks take N steps by themselves, then average their weights' changes.",
 )
 @click.option(
+    "--overlap",
+    type=click.IntRange(0),
+    metavar="STEPS",
+    help="With --every: an exchange runs behind this many of the next steps.",
+)
+@click.option(
     "--host-discovery-script",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="Elastic: prints the hosts that there are now, a line HOST or HOST:SLOTS each.",

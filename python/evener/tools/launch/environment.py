@@ -88,9 +88,9 @@ class Environment:
         """Evener under DDP or fully_shard. Raises UsageError for options that lack --ddp."""
         # A variable alone reaches only a Python in which Evener is installed; this way reaches all.
         ddp = asked.ddp or settings.EVENER_DDP.get(self.of_ranks) != "off"
-        require(ddp, asked.floor, asked.every)
+        require(ddp, asked.floor, asked.every, asked.overlap)
         if ddp:
-            opened = variables(self.of_ranks, asked.floor or "", asked.every or 0)
+            opened = variables(self.of_ranks, asked.floor or "", asked.every or 0, asked.overlap)
             self._open("--ddp", opened, "every DistributedDataParallel")
         if asked.fsdp:
             opened = variables_sharded(self.of_ranks)
