@@ -1,13 +1,13 @@
-"""Steps per second with and without local steps: a GPT on simulated nodes with a slow network.
+"""Tokens per second with and without local steps: a GPT on simulated nodes with a slow network.
 
     python benchmarks/local_steps.py [--ways none:ddp,100mbit:ddp,100mbit:16:exact,...]
-        [--nodes 4] [--steps 33] [--repeats 2] [--json FILE]
+        [--nodes 4] [--steps 128] [--repeats 2] [--json FILE]
 
 Each way is the rate of a node's card, and what trains: DistributedDataParallel (`ddp`), or local
-steps as `N:FORM`. The ways take turns. Reported: steps per second of a rank from the second half of
-a run on, in which there are exchanges, and their median's ratio to the first way. All nodes share
-this machine's cores, so the ratio is right and the rate is not one of a cluster. A lab has no
-delay.
+steps as `N:FORM`; `N+M:FORM` lets an exchange run behind the next M steps, `auto:FORM` chooses N
+and M. The ways take turns. Reported: tokens per second of all ranks from the second half of a run
+on, in which there are exchanges, and their median's ratio to the first way. All nodes share this
+machine's cores, so the ratio is right and the rate is not one of a cluster. A lab has no delay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from evener.ddp import accelerate
 from evener.tools.bench.train.transformers import GPT, Shape
 
-WAYS = "none:ddp,100mbit:ddp,100mbit:16:exact,100mbit:16:int4"
+WAYS = (
+    "none:ddp,none:16:exact,100mbit:ddp,100mbit:16:exact,100mbit:16+4:exact,100mbit:auto:exact,"
+    "100mbit:16:int4"
+)
 SHAPE = Shape(layers=4, heads=4, width=128, symbols=256, context=64)
 ROWS = 4
 
@@ -45,7 +48,10 @@ def be_a_rank(given: argparse.Namespace) -> None:
     rounds, _, form = given.way.partition(":")
     if rounds != "ddp":
         every, _, overlap = rounds.partition("+")
-        model = accelerate(model, optimizer, every=int(every), overlap=int(overlap or 0), mode=form)
+        how = {"every": "auto"} if every == "auto" else {"every": int(every)}
+        if overlap:
+            how["overlap"] = int(overlap)
+        model = accelerate(model, optimizer, mode=form, **how)
     torch.manual_seed(dist.get_rank())
     first = given.steps // 2
     began = 0.0
@@ -62,7 +68,9 @@ def be_a_rank(given: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         size = sum(p.numel() for p in net.parameters())
         taken = time.perf_counter() - began
-        harness.say(rate=(given.steps - first) / taken, parameters=size)
+        tokens = (given.steps - first) * ROWS * SHAPE.context * dist.get_world_size()
+        chosen = [] if rounds == "ddp" else [model.evener.every, model.evener.overlap]
+        harness.say(rate=tokens / taken, parameters=size, rounds=chosen)
 
 
 def main() -> None:
@@ -70,7 +78,7 @@ def main() -> None:
     parser = harness.arguments(__doc__, json="local-steps.json")
     parser.add_argument("--ways", default=WAYS)
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--way", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -79,6 +87,7 @@ def main() -> None:
         return
     ways = given.ways.split(",")
     rates: dict[str, list[float]] = {way: [] for way in ways}
+    rounds: dict[str, list[list[int]]] = {way: [] for way in ways}
     for _ in range(given.repeats):
         for way in ways:
             link, _, what = way.partition(":")
@@ -88,11 +97,12 @@ def main() -> None:
             if job.failed:
                 raise SystemExit(f"{way}: {job.failed}")
             rates[way].append(job.row["rate"])
+            rounds[way].append(job.row["rounds"])
             print(way, job.row, flush=True)
-            harness.keep(given, rates=rates, parameters=job.row["parameters"])
+            harness.keep(given, rates=rates, rounds=rounds, parameters=job.row["parameters"])
     middle = {way: statistics.median(found) for way, found in rates.items() if found}
-    rows = [[way, f"{rate:.2f}", f"{rate / middle[ways[0]]:.2f}"] for way, rate in middle.items()]
-    print(harness.show(["", "steps/s", "of the first"], rows))
+    rows = [[way, f"{rate:.0f}", f"{rate / middle[ways[0]]:.2f}"] for way, rate in middle.items()]
+    print(harness.show(["", "tokens/s", "of the first"], rows))
 
 
 if __name__ == "__main__":

@@ -6,16 +6,21 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.comm import forms
+from evener.comm import forms, pace, rounds
+from evener.comm.exchange import Exchange
 from evener.ddp import LocalDataParallel, accelerate, restore
 from evener.ddp.integrations import keep
 from evener.errors import EvenerError
@@ -96,6 +101,62 @@ def test_two_levels_and_three_nodes() -> None:
         found = worlds.several(shape, cases, env=WHOLE)
         for name in cases:
             assert all(rank[2] and rank[5] and not rank[4] for rank in found[name]), (shape, name)
+
+
+def _auto(rank: int, _: int) -> dict[str, Any]:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model = local(net, optimizer, every="auto")
+    began = model.evener.every
+    for step in range(3 * began):
+        time.sleep(0.01 * rank)  # by its own clock a rank would choose another number
+        train(model, optimizer, rank, step, 1)
+    chosen = model.evener.every, model.evener.overlap
+    state = model.evener.state_dict()
+    train(model, optimizer, rank, 0, 2 * chosen[0])
+    together = equal(torch.tensor([model.evener._digest()]))
+    model.evener.close()
+    other = Net()
+    resumed = local(other, torch.optim.AdamW(other.parameters(), lr=1e-2), every="auto")
+    resumed.evener.load_state_dict(state)
+    again = resumed.evener.every, resumed.evener.overlap
+    return {"chosen": chosen, "again": again, "together": together}
+
+
+def test_auto_chooses_the_same_on_all_ranks() -> None:
+    first, second = worlds.run([1, 1], _auto_slow)
+    said, none = first.pop("said"), second.pop("said")
+    assert first == second and first["together"]
+    assert first["again"] == first["chosen"] and first["chosen"] != (16, 0)
+    assert len(said) == 1 and not none
+    assert f"average every {first['chosen'][0]} steps, behind the next" in said[0]
+
+
+def _auto_slow(rank: int, size: int) -> dict[str, Any]:
+    """As if the network were slow, else a round of the least steps would do."""
+    run = Exchange.run
+
+    def slowly(self: Any, *given: Any, **more: Any) -> None:
+        run(self, *given, **more)
+        time.sleep(0.05 + 0.05 * rank)
+
+    said: list[str] = []
+    heard = mock.patch.object(rounds.logger, "info", lambda text, *of: said.append(text % of))
+    with mock.patch.object(Exchange, "run", slowly), heard:
+        found = _auto(rank, size)
+    return {**found, "said": [line for line in said if line.startswith("every=auto")]}
+
+
+@given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e6))
+def test_a_pace_is_no_longer_than_it_must_be(step: float, exchange: float) -> None:
+    found = pace.choose(step, exchange)
+    assert pace.LEAST <= found.every <= pace.MOST and 0 <= found.overlap <= found.every // 4
+    share = found.share(step, exchange)
+    assert share <= pace.SHARE or found.every == pace.MOST
+    if found.overlap:  # a round of the least steps would stand still
+        assert exchange / (exchange + pace.LEAST * step) > pace.SHARE
+    if found.every > pace.LEAST and found.every < pace.MOST:
+        assert 4 * (1.25 * exchange / step + 1) >= found.every
 
 
 def _overlapped(rank: int, _: int, mode: str) -> list[bool]:
@@ -392,6 +453,10 @@ def _refused(rank: int, _: int, what: str) -> str:
         how["overlap"] = 4
     elif what == "nan behind steps":
         how["overlap"] = 2
+    elif what == "overlap by hand":
+        how = {"every": "auto", "overlap": 4}
+    elif what == "auto on one":
+        how = {"every": "auto" if rank else 16}
     elif what == "overlap alone":
         how = {"overlap": 4}
     elif what == "rate":
@@ -430,6 +495,8 @@ REFUSED = {
     "momentum": "momentum= and warmup_steps= are of gradients",
     "rate": "outer_lr=0.0 cannot be",
     "overlap": "overlap=4 cannot be",
+    "overlap by hand": "overlap=4: every='auto' chooses it",
+    "auto on one": "the ranks do not agree: rank 0 has option auto = False, rank 1",
     "overlap alone": "overlap=4 is of local steps",
     "alone": "outer_lr=0.5 is of local steps",
     "two": "accelerate() was given 2 optimizers",

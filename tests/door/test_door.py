@@ -435,8 +435,10 @@ def test_launch_opens_it_on_every_host() -> None:
     assert done.exit_code == 0, done.output
     assert f"PYTHONPATH={enter.SITE}{os.pathsep}/theirs" in done.output
     assert "EVENER_DDP=exact" in done.output
-    for option in (["--floor", "int8"], ["--every", "16"], ["--overlap", "4"]):
+    for option in (["--floor", "int8"], ["--every", "auto"], ["--overlap", "4"]):
         done = CliRunner().invoke(launch, [*option, *words])
         assert isinstance(done.exception, UsageError) and "--ddp" in done.exception.fix
     told = CliRunner().invoke(launch, ["--ddp", "--every", "16", "--overlap", "4", *words])
     assert "EVENER_EVERY=16" in told.output and "EVENER_OVERLAP=4" in told.output
+    told = CliRunner().invoke(launch, ["--ddp", "--every", "auto", *words])
+    assert "EVENER_EVERY=auto" in told.output and "EVENER_OVERLAP" not in told.output

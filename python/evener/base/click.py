@@ -18,6 +18,19 @@ from evener.errors import EvenerError, UsageError
 R = TypeVar("R")
 
 
+class StepsOrAuto(click.ParamType):
+    """A number of steps, 1 or more, or "auto"."""
+
+    name = "steps"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | str:
+        if value == "auto":
+            return "auto"
+        return int(click.IntRange(1).convert(value, param, ctx))
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called.
 

@@ -26,6 +26,7 @@ _REGISTRY: dict[str, Setting] = {}
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
+AUTO = "auto"
 
 
 class SettingError(UsageError):
@@ -105,6 +106,17 @@ def _number(
 
     bounds = f"{low} or more" if high is None else f"{low} to {high}"
     return _declare(Setting(name, group, default, f"{what}, {bounds}", meaning, parse))
+
+
+def _count_or_auto(group: str, name: str, default: int, meaning: str) -> Setting[int | str]:
+    def parse(text: str) -> int | str:
+        value = AUTO if text.lower() == AUTO else int(text)
+        if value != AUTO and int(value) < 0:
+            raise ValueError(text)
+        return value
+
+    allowed = f"a whole number, 0 or more, or {AUTO}"
+    return _declare(Setting(name, group, default, allowed, meaning, parse))
 
 
 def _size(group: str, name: str, default: int, meaning: str) -> Setting[int]:
@@ -469,13 +481,14 @@ EVENER_FLOOR = _text(
     "The least exact form in which EVENER_DDP=auto may send gradients. Unset: bf16.",
     allowed="a form that accelerate(floor=...) takes",
 )
-EVENER_EVERY = _number(
+EVENER_EVERY = _count_or_auto(
     _DOOR,
     "EVENER_EVERY",
     0,
     "Each rank of a DistributedDataParallel trains by itself for this many steps; then the changes "
     "of the weights are averaged (docs/guide/slow-networks.md). This is another algorithm than "
-    "DDP's. It holds for accelerate(every=) too. 0: gradients are averaged in every step.",
+    "DDP's. It holds for accelerate(every=) too. auto: as many as the times of a step and of an "
+    "exchange ask for. 0: gradients are averaged in every step.",
 )
 EVENER_OVERLAP = _number(
     _DOOR,

@@ -18,6 +18,7 @@ __all__ = [
     "mirrors",
     "options",
     "overlap",
+    "pace",
     "planner",
     "profile",
     "reducer",

@@ -62,6 +62,7 @@ class Options:
     outer: str = "auto"
     every: int = 0
     overlap: int = 0
+    auto: bool = False
     outer_lr: float = 0.0
     outer_momentum: float = 0.0
 

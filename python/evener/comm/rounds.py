@@ -51,7 +51,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.comm import wires
+from evener.comm import pace, wires
 from evener.comm.agree import require_agreement
 from evener.comm.buckets import Buckets
 from evener.comm.errors import CommError
@@ -70,6 +70,8 @@ VERSION = 1
 _COLUMNS = 32
 # A load that changed nothing here may have changed weights elsewhere: this many are remembered.
 _LOADS = 3
+# Exchanges that are timed before `every="auto"` chooses; the first is none of them.
+_TIMED = 2
 # What the ranks tell each other before an exchange, and how an error calls it.
 _TOLD = (
     ("rounds", ""),
@@ -107,6 +109,7 @@ class Rounds:
         self.exchanged: Callable[[], None] = lambda: None
         self.steps = self.rounds = self.since = 0
         self.every, self.overlap = options.every, options.overlap
+        self._chosen = not options.auto
         self._flight: Flight | None = None
         self._lanes: Lanes | None = None
         self._at = (1, 0)  # the exchange to which the ranks come, and after how many steps
@@ -119,7 +122,8 @@ class Rounds:
         self._state_loaded = False
         self._state_of = 0  # the weights with which it was saved
         self._last: float | None = None  # when an exchange ended
-        self._stepping = self._exchanging = self._spent = 0.0  # seconds
+        # Seconds; `crossing` is what of `exchanging` is after the ranks have met.
+        self._stepping = self._exchanging = self._crossing = self._spent = 0.0
         self._timed = 0
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
@@ -204,6 +208,7 @@ class Rounds:
         mine = self._tell()  # it waits for the device, so that its time is not the exchange's
         began = time.perf_counter()
         self._agree(mine)
+        met = time.perf_counter()
         try:
             for fragment in self.fragments:
                 fragment.exchange.route.outer.check()
@@ -217,7 +222,9 @@ class Rounds:
             raise self._alone(error) from error
         self.rounds += 1
         self.since = 0
-        self._took(began)
+        self._took(began, met)
+        if not self._chosen and self._timed == _TIMED:
+            self._choose()
 
     def _agree(self, mine: torch.Tensor) -> None:
         """Check that all are at one place, and settle what was loaded in this round. Collective."""
@@ -289,7 +296,7 @@ class Rounds:
             self.exchanged()
         except RuntimeError as error:
             raise self._alone(error) from error
-        self._took(began)
+        self._took(began, began)
 
     def _wait(self, flight: Flight) -> None:
         """Until its averages are there; nothing is applied."""
@@ -306,7 +313,28 @@ class Rounds:
         for fragment, sent in zip(self.fragments, flight.sent, strict=True):
             fragment.write(sent)
 
-    def _took(self, began: float) -> None:
+    def _choose(self) -> None:
+        """Steps per round, from the slowest rank's times. Collective."""
+        times = [self._stepping / self._timed / self.every, self._crossing / self._timed]
+        mine = torch.tensor([max(1, round(1e6 * seconds)) for seconds in times])
+        step, exchange = self._meet(mine).amax(0).tolist()
+        chosen = pace.choose(step, exchange)
+        self.every, self.overlap, self._chosen = chosen.every, chosen.overlap, True
+        self._stepping = self._exchanging = self._crossing = 0.0
+        self._timed = 0
+        if self.communicators.rank == 0:
+            behind = f", behind the next {self.overlap}" if self.overlap else ""
+            logger.info(
+                "every=auto: a step takes %.1f ms and an exchange %.1f ms, so the ranks average "
+                "every %d steps%s, and stand still for %.0f%% of the time",
+                step / 1e3,
+                exchange / 1e3,
+                self.every,
+                behind,
+                100 * chosen.share(step, exchange),
+            )
+
+    def _took(self, began: float, met: float) -> None:
         """An exchange has ended, for which the rank has stood still since `began`, in one go or as
         if. Its time counts from the second on, as that of the steps."""
         if self.device.type == "cuda":
@@ -315,6 +343,7 @@ class Rounds:
         if self._last is not None:
             self._stepping += began - self._last
             self._exchanging += now - began
+            self._crossing += now - met
             self._timed += 1
             if self._timed == 1 and self.communicators.rank == 0:
                 logger.info("%s", self._times())
@@ -483,6 +512,7 @@ class Rounds:
             "steps": self.steps,
             "rounds": self.rounds,
             "since": self.since,
+            "pace": [self.every, self.overlap] if self._chosen else None,
             "weights": self._own_weights(),
             "shared": self._by_name([f.bucket.buffer for f in self.fragments]),
             "momentum": self._by_name([f.momentum for f in self.fragments]),
@@ -553,6 +583,8 @@ class Rounds:
             logger.info("what another rank or world has not sent yet is not taken over")
         self.steps, self.rounds = int(state["steps"]), int(state["rounds"])
         self.since = int(state["since"])
+        if self.options.auto and (chosen := state.get("pace")):
+            (self.every, self.overlap), self._chosen = chosen, True
         self._changed_at = int(state["changed_at"])
         self._loaded = {
             at: [self._filled(fragment, values) for fragment in self.fragments]
@@ -600,11 +632,11 @@ class Rounds:
         size = f"{sent:.1f} MB" if sent >= 0.1 else f"{1e3 * sent:.1f} kB"
         options = self.options
         took = f"; {self._times()}" if self._timed else ""
-        behind = f", behind the next {self.overlap}," if self.overlap else ""
+        behind = f"; behind the next {self.overlap}" if self.overlap else ""
         return (
             f"{self.communicators.size} ranks train by themselves and average every "
-            f"{self.every} steps{behind} (outer lr {options.outer_lr:g}, momentum "
-            f"{options.outer_momentum:g}); each sends {size} per exchange in "
+            f"{self.every} steps (outer lr {options.outer_lr:g}, momentum "
+            f"{options.outer_momentum:g}{behind}); each sends {size} per exchange in "
             f"{len(forms)} buckets: {counts}{took}"
         )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from evener.base import log, settings, torch_names
 from evener.base.given import given
 from evener.base.log import info0
-from evener.comm import forms, wires
+from evener.comm import forms, pace, wires
 from evener.comm.agree import everyones
 from evener.comm.errors import CommError
 from evener.comm.options import Options
@@ -48,7 +49,7 @@ def accelerate(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
-    every: int | None = None,
+    every: int | Literal["auto"] | None = None,
     overlap: int | None = None,
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
@@ -93,9 +94,10 @@ def accelerate(
     reduced: this is another algorithm than DDP's (docs/guide/slow-networks.md). Needs `optimizer`:
     the model's, or a list of all that step it. EVENER_EVERY wins over it. `overlap`: the exchange
     runs behind this many of the next steps, below `every`, and its average is applied after them;
-    0: the ranks wait for it. EVENER_OVERLAP wins over it. `outer_lr`, `outer_momentum`: of the
-    step that the average makes; default 0.7 and 0.9, with top-k and low rank 1 and 0. Then
-    `model.evener` is an `evener.comm.rounds.Rounds`.
+    0: the ranks wait for it. EVENER_OVERLAP wins over it. every="auto" chooses both, from what a
+    step and an exchange take (`evener.comm.pace`), and rank 0 says what. `outer_lr`,
+    `outer_momentum`: of the step that the average makes; default 0.7 and 0.9, with top-k and low
+    rank 1 and 0. Then `model.evener` is an `evener.comm.rounds.Rounds`.
 
     For top-k: `warmup_steps`: come down to `ratio` from 25% within this many steps. `momentum`: of
     an SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then
@@ -135,6 +137,9 @@ def accelerate(
     else:
         if mode == "auto":
             mode, floor = floor or "bf16", None
+        behind = _of_rounds("overlap", overlap, settings.EVENER_OVERLAP)
+        if local == settings.AUTO and behind is not None:
+            raise UsageError(f"overlap={behind}: every='auto' chooses it", "leave it out")
         if momentum or warmup_steps:
             raise UsageError("momentum= and warmup_steps= are of gradients", "leave them out")
         options = Options.of_mode(
@@ -149,8 +154,9 @@ def accelerate(
         late = bool(forms.described(options.wire).late)
         options = dataclasses.replace(
             options,
-            every=local,
-            overlap=_of_rounds("overlap", overlap, settings.EVENER_OVERLAP),
+            every=pace.LEAST if local == settings.AUTO else int(local),
+            overlap=int(behind or 0),
+            auto=local == settings.AUTO,
             outer_lr=(1.0 if late else 0.7) if outer_lr is None else outer_lr,
             outer_momentum=(0.0 if late else 0.9) if outer_momentum is None else outer_momentum,
         )
@@ -208,16 +214,18 @@ def accelerate(
     return wrapped if given is model else given  # type: ignore[return-value]
 
 
-def _of_rounds(name: str, argument: int | None, setting: settings.Setting[int]) -> int:
-    """What the variable says, or else the argument; 0 where neither does."""
-    if argument is not None and argument < 0:
+def _of_rounds(
+    name: str, argument: int | str | None, setting: settings.Setting[Any]
+) -> int | str | None:
+    """What the variable says, or else the argument."""
+    if isinstance(argument, int) and argument < 0:
         raise UsageError(f"{name}={argument}", "give a number of steps, or 0 for none")
     if setting.is_set():
-        found = setting.get()
+        found: int | str = setting.get()
         if argument is not None and argument != found:
             info0("%s=%s is overruled by %s: %s", name, argument, setting.name, found)
         return found
-    return argument or 0
+    return argument
 
 
 def _bucket_bytes(model: DistributedDataParallel) -> int:

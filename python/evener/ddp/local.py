@@ -159,7 +159,8 @@ def start(
     optimizers = [innermost(optimizer) for optimizer in optimizers]
     named = taken(model)
     if why := refusal(named, optimizers):
-        raise UsageError(f"every={options.every}: {why}", "leave every= out, or change that")
+        every = "auto" if options.auto else options.every
+        raise UsageError(f"every={every}: {why}", "leave every= out, or change that")
     replace_older([parameter for _, parameter in named])
     rounds = Rounds(named, model.module, options, model.process_group)
     steps = LocalSteps(rounds, optimizers)

@@ -124,13 +124,13 @@ def _keep_residuals(module: Any) -> None:
 
 
 def variables(
-    env: Mapping[str, str], floor: str = "", every: int = 0, overlap: int | None = None
+    env: Mapping[str, str], floor: str = "", every: int | str = 0, overlap: int | None = None
 ) -> dict[str, str]:
     """What opens DDP's door in a job whose environment is `env`: for `evener launch` and the lab.
 
     `floor`: the least exact form that may be sent; "" where nothing may be lost. `every`: steps
-    that each rank takes by itself; 0: none. `overlap`: behind how many of these an exchange runs. A
-    variable that is set wins. Raises UsageError for a value that cannot be.
+    that each rank takes by itself, or "auto"; 0: none. `overlap`: behind how many of these an
+    exchange runs. A variable that is set wins. Raises UsageError for a value that cannot be.
     """
     from evener.base import settings
 
@@ -144,14 +144,13 @@ def variables(
     if floor and opened[VARIABLE] == "auto":
         opened[settings.EVENER_FLOOR.name] = floor
     for setting, value in ((settings.EVENER_EVERY, every), (settings.EVENER_OVERLAP, overlap)):
-        if setting.is_set(env):
-            value = setting.get(env)
-        if value:
-            opened[setting.name] = str(value)
+        told = setting.get(env) if setting.is_set(env) else value
+        if told:
+            opened[setting.name] = str(told)
     return {**opened, **_path(env)}
 
 
-def require(ddp: bool, floor: str | None, every: int | None, overlap: int | None) -> None:
+def require(ddp: bool, floor: str | None, every: int | str | None, overlap: int | None) -> None:
     """Raise UsageError for options of `--ddp`'s that were given without it."""
     for option, given in (("--floor", floor), ("--every", every), ("--overlap", overlap)):
         if given and not ddp:

@@ -23,6 +23,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from evener.base import programs
+from evener.base.click import StepsOrAuto
 from evener.door import enter as door
 from evener.errors import UsageError
 from evener.net.plugin import adopt, has_gpus
@@ -182,8 +183,8 @@ def lab() -> None:
 @click.option("--floor", metavar="FORM", help="With --ddp: may send less, down to this form.")
 @click.option(
     "--every",
-    type=click.IntRange(1),
-    metavar="N",
+    type=StepsOrAuto(),
+    metavar="N|auto",
     help="With --ddp: ranks take N steps by themselves, then average their weights' changes.",
 )
 @click.option(
@@ -206,7 +207,7 @@ def run(
     ddp: bool,
     fsdp: bool,
     floor: str | None,
-    every: int | None,
+    every: int | str | None,
     overlap: int | None,
     horovod: bool,
     dry_run: bool,

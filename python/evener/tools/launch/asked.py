@@ -36,7 +36,7 @@ class Asked:
     ddp: bool
     fsdp: bool
     floor: str | None
-    every: int | None
+    every: int | str | None
     overlap: int | None
     host_discovery_script: Path | None
     least: int | None

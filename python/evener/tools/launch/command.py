@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from evener.base.click import StepsOrAuto
 from evener.tools.launch import config
 from evener.tools.launch.asked import Asked
 from evener.tools.launch.start import start
@@ -73,8 +74,8 @@ from evener.tools.launch.start import start
 @click.option("--floor", metavar="FORM", help="With --ddp: may send less, down to this form.")
 @click.option(
     "--every",
-    type=click.IntRange(1),
-    metavar="N",
+    type=StepsOrAuto(),
+    metavar="N|auto",
     help="With --ddp: ranks take N steps by themselves, then average their weights' changes.",
 )
 @click.option(
