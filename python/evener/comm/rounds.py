@@ -184,8 +184,8 @@ class Rounds:
 
     def stepped(self) -> None:
         """The program's optimizer took a step, or its loss scaler left one out. Collective in each
-        N-th call; with overlap it only begins there, and raises `overlap` steps
-        later."""
+        N-th call; with overlap it only begins there, and what is wrong is raised where it ends.
+        """
         self.settle()  # again: a step that was left out did not begin
         self._state_loaded = False
         self.steps += 1
@@ -425,7 +425,8 @@ class Rounds:
         first = " ".join(str(error).split())[:200]
         return CommError(
             f"rank {self.communicators.rank} came to exchange {self._at[0]} after {self._at[1]} "
-            f"steps, and waited {self.communicators.waits} for its peers: {first}",
+            "steps, and a peer is gone or did not come within "
+            f"{self.communicators.waits}: {first}",
             "give every rank as many steps; or look at the log of the rank that is gone",
         )
 

@@ -80,6 +80,11 @@ class Asked:
                 "--map and an elastic job: hosts that come and go have no place on a map",
                 "leave --map out, or --min-np, --max-np and --host-discovery-script",
             )
+        if self.is_elastic and self.ddp:
+            raise UsageError(
+                "--ddp and an elastic job: torch's process groups do not change while ranks live",
+                "leave --min-np, --max-np and --host-discovery-script out, and save checkpoints",
+            )
         bounds = self.reset_limit is not None or self.elastic_timeout is not None
         if not self.is_elastic and (bounds or self.cooldown):
             raise UsageError(
