@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import time
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.comm import forms, pace, rounds
-from evener.comm.exchange import Exchange
 from evener.ddp import LocalDataParallel, accelerate, restore
 from evener.ddp.integrations import keep
 from evener.errors import EvenerError
@@ -108,9 +106,7 @@ def _auto(rank: int, _: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     model = local(net, optimizer, every="auto")
     began = model.evener.every
-    for step in range(3 * began):
-        time.sleep(0.01 * rank)  # by its own clock a rank would choose another number
-        train(model, optimizer, rank, step, 1)
+    train(model, optimizer, rank, 0, 3 * began)
     chosen = model.evener.every, model.evener.overlap
     state = model.evener.state_dict()
     train(model, optimizer, rank, 0, 2 * chosen[0])
@@ -127,22 +123,23 @@ def test_auto_chooses_the_same_on_all_ranks() -> None:
     first, second = worlds.run([1, 1], _auto_slow)
     said, none = first.pop("said"), second.pop("said")
     assert first == second and first["together"]
-    assert first["again"] == first["chosen"] and first["chosen"] != (16, 0)
+    assert first["again"] == first["chosen"] == (52, 13)  # of a step of 20 ms, 200 ms
     assert len(said) == 1 and not none
-    assert f"average every {first['chosen'][0]} steps, behind the next" in said[0]
+    assert "average every 52 steps, behind the next 13, " in said[0]
 
 
 def _auto_slow(rank: int, size: int) -> dict[str, Any]:
-    """As if the network were slow, else a round of the least steps would do."""
-    run = Exchange.run
+    """As if rank 1 had slow steps and rank 0 slow exchanges."""
+    choose = rounds.Rounds._choose
 
-    def slowly(self: Any, *given: Any, **more: Any) -> None:
-        run(self, *given, **more)
-        time.sleep(0.05 + 0.05 * rank)
+    def slowly(self: Any) -> None:
+        self._stepping = 0.010 * (1 + rank) * self._timed * self.every
+        self._crossing = 0.100 * (2 - rank) * self._timed
+        choose(self)
 
     said: list[str] = []
     heard = mock.patch.object(rounds.logger, "info", lambda text, *of: said.append(text % of))
-    with mock.patch.object(Exchange, "run", slowly), heard:
+    with mock.patch.object(rounds.Rounds, "_choose", slowly), heard:
         found = _auto(rank, size)
     return {**found, "said": [line for line in said if line.startswith("every=auto")]}
 

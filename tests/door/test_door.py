@@ -440,6 +440,8 @@ def test_launch_opens_it_on_every_host() -> None:
         assert isinstance(done.exception, UsageError) and "--ddp" in done.exception.fix
     told = CliRunner().invoke(launch, ["--ddp", "--every", "16", "--overlap", "4", *words])
     assert "EVENER_EVERY=16" in told.output and "EVENER_OVERLAP=4" in told.output
+    done = CliRunner().invoke(launch, ["--ddp", "--overlap", "4", *words])
+    assert isinstance(done.exception, UsageError) and "--every" in done.exception.fix
     done = CliRunner().invoke(launch, ["--ddp", "--min-np", "1", *words])
     assert isinstance(done.exception, UsageError)
     assert done.exception.problem.startswith("--ddp and an elastic job")

@@ -18,7 +18,7 @@ import copy
 import functools
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 from unittest import mock
 
@@ -144,11 +144,12 @@ class Reference:
         self.ranks = [Trainee(program, rank) for rank in range(RANKS)]
         self.since, self.overlap = 0, overlap_of(program)
         # From the begin of an exchange until it is applied: the weights that each rank sent, and
-        # the averages. `tried`: weights were loaded and taken back meanwhile, so that the rank's
-        # own wait for the next meeting; `asks`: not if that was since a checkpoint was loaded.
-        self.sent: list[list[torch.Tensor]] | None = None
+        # the averages. `tried`: ranks that loaded weights and took theirs back meanwhile, which
+        # wait for the next meeting; `asks`: not if that was since a checkpoint was loaded.
+        self.sent: list[list[torch.Tensor] | None] | None = None
         self.means: list[torch.Tensor] | None = None
-        self.tried = self.asks = False
+        self.tried: set[int] = set()
+        self.asks = False
         self.begin()
 
     def begin(self) -> None:
@@ -174,7 +175,7 @@ class Reference:
 
     def depart(self) -> None:
         self.arrive()
-        self.means, self.tried = [], False
+        self.means, self.tried = [], set()
         weights = [list(one.net.parameters()) for one in self.ranks]
         for i, shared in enumerate(self.shared):
             began = shared.detach().to(weights[0][i].dtype).float()
@@ -195,8 +196,7 @@ class Reference:
             self.outer.step()
             self._forget(trained)
         self.means = None
-        if not self.tried or self.asks:
-            self.arrive()
+        self.arrive(set() if self.asks else self.tried)
         self.asks = False
         with torch.no_grad():
             for one in self.ranks[1:]:
@@ -205,11 +205,18 @@ class Reference:
                     buffer.copy_(first)
 
     @torch.no_grad()
-    def arrive(self) -> None:
-        for one, sent in zip(self.ranks, self.sent or [], strict=False):
+    def arrive(self, waiting: Set[int] = frozenset()) -> None:
+        """All ranks but those that are `waiting` go on from the shared weights."""
+        if self.sent is None:
+            return
+        for rank, (one, sent) in enumerate(zip(self.ranks, self.sent, strict=True)):
+            if sent is None or rank in waiting:
+                continue
             for p, shared, before in zip(one.net.parameters(), self.shared, sent, strict=True):
                 p.copy_(shared + (p.float() - before.float()))
-        self.sent = None
+            self.sent[rank] = None
+        if not waiting:
+            self.sent = None
 
     def end_round(self, means: Means, last: Means) -> None:
         """`means` and `last`: of a form, of what is on its way and of what follows."""
@@ -386,18 +393,21 @@ class Pair:
             one.net.load_state_dict(own)
         if moved:
             self.plain.begin()
-        self.plain.tried |= self.plain.means is not None
+        self.plain.tried = set(range(RANKS)) if self.plain.means is not None else set()
         box = [self.ours.net.state_dict()]
         dist.broadcast_object_list(box, src=0)
         self.ours.net.load_state_dict(box[0])
 
-    def do_try(self) -> None:
-        """Evaluate with other weights, and take the own back."""
-        for one in (*self.plain.ranks, self.ours):
+    def do_try(self, first: bool = False) -> None:
+        """Evaluate with other weights, on all ranks or the `first`, and take the own back."""
+        ranks = {0} if first else set(range(RANKS))
+        mine = [self.ours] if self.rank in ranks else []
+        for one in (*(self.plain.ranks[rank] for rank in ranks), *mine):
             own = copy.deepcopy(one.net.state_dict())
             one.net.load_state_dict({k: torch.zeros_like(v) for k, v in own.items()})
             one.net.load_state_dict(own)
-        self.plain.tried |= self.plain.means is not None
+        if self.plain.means is not None:
+            self.plain.tried |= ranks
 
     def do_again(self) -> None:
         """Plain DDP for a moment."""
@@ -570,7 +580,7 @@ STEPS = st.one_of(
     _step("resume", st.booleans(), st.booleans()),
     _step("load", st.integers(20, 25)),
     _step("take"),
-    _step("try"),
+    _step("try", st.booleans()),
     _step("again"),
 )
 PROGRAMS = st.fixed_dictionaries(

@@ -147,6 +147,9 @@ def variables(
         told = setting.get(env) if setting.is_set(env) else value
         if told:
             opened[setting.name] = str(told)
+    if settings.EVENER_OVERLAP.name in opened and settings.EVENER_EVERY.name not in opened:
+        name = settings.EVENER_OVERLAP.name
+        raise UsageError(f"{name}={opened[name]} is of local steps", "give --every too")
     return {**opened, **_path(env)}
 
 
