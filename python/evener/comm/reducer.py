@@ -224,11 +224,12 @@ class Reducer:
         With plain DDP a gradient is a tensor of its own. One that was dropped stays what it was,
         and one that was not is added to, and gets the result.
         """
-        # One that brings nothing, for an input's gradient, may come before another.
         backward = int(torch._C._current_graph_task_id())
         if self._looked == backward:
             return
-        self._looked = backward
+        # Anew: one before it may have brought nothing, as that of an input's gradient alone, and
+        # what was a gradient then may be none now.
+        self._looked, self._kept = backward, {}
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         kept = self._keep_views()
@@ -246,7 +247,7 @@ class Reducer:
             if holders.is_kept(parameter, None if index == self._coming else here):
                 self._kept[index] = parameter.grad  # type: ignore[assignment]
         hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.parameters)
-        self.gradients_seen |= bool(kept or self._kept or hooked)
+        self.gradients_seen = bool(kept or self._kept or hooked)
 
     def _keep_views(self) -> bool:
         """Leave to others what they hold of gradients that were dropped; whether they hold any."""
