@@ -70,6 +70,9 @@ _ACTS = st.one_of(
             ["around", 1],
             ["around", 2],
             ["input gradient"],
+            ["weight gradient"],
+            ["backward to inputs"],
+            ["raise in backward"],
             ["evaluate", 0],
             ["evaluate", 2],
             ["evaluate with gradients", 0],
@@ -96,7 +99,7 @@ _STEP = st.fixed_dictionaries(
         "clip": st.sampled_from([False] * 7 + [True]),
         "between": st.one_of(st.just([]), st.just([]), st.just([]), st.lists(_ACTS, max_size=1)),
         "after": st.lists(_ACTS, max_size=3),
-        "inner": st.sampled_from([""] * 6 + ["vjp", "functional call"]),
+        "inner": st.sampled_from([""] * 9 + ["vjp", "functional call", "penalty"]),
         "rows": st.sampled_from([_ROWS] * 5 + [_ROWS - 1]),
         "skip": st.sampled_from([False] * 9 + [True]),
     }
@@ -157,6 +160,14 @@ _HABITS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"after": [["sum kept grads"]], "zero": "not"},
         ],
     ),
+    "look at inputs": (
+        {"unused": True, "views": False, "form": None},
+        [
+            {"after": [["keep grads"]], "zero": "none", "use": [0, 0]},
+            {"after": [["input gradient"]], "zero": "zeros"},
+            {"after": [["sum kept grads"]], "zero": "none"},
+        ],
+    ),
     "keep weights": (
         _DEFERRED,
         [{"after": [["keep data"]]}, {"after": [["sum kept data"]], "skip": False}],
@@ -164,7 +175,7 @@ _HABITS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "a branch at times": ({"form": "topk"}, [{"use": [1, 1]}, {"use": [0, 0]}]),
     "a bad batch": ({"form": "auto"}, []),
     "compile": (
-        {**_DEFERRED, "compile": True, "models": 1},
+        {**_DEFERRED, "compile": True, "models": 1, "bucket_bytes": 0},
         [{**_WARM, "rows": rows} for rows in (_ROWS, _ROWS - 1)],
     ),
     "evaluate on one rank": (
@@ -378,7 +389,7 @@ class Run:
         for _ in range(0 if id(model) in self.armed else step["accumulate"]):
             with model.no_sync():
                 model(self.data(), use[self.rank]).square().mean().backward()
-        loss = model(self.data(), use[self.rank], inner).square().mean()
+        loss = self.loss(model, use[self.rank], inner)
         if zero == "late":
             model.zero_grad()
         if loss.requires_grad:
@@ -396,6 +407,15 @@ class Run:
                 optimizer.step()
         for act in step["after"]:
             self.act(model, optimizers, act)
+
+    def loss(self, model: Any, use: bool, inner: str) -> torch.Tensor:
+        """Of the next batch; with "penalty" that on the inputs' gradient (WGAN-GP) is in it."""
+        if inner != "penalty" or self.program["model"] == "attention":  # has no second derivative
+            return model(self.data(), use, inner).square().mean()
+        x = self.data().requires_grad_()
+        y = model(x, use)
+        slope = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+        return y.square().mean() + slope.square().mean()
 
     def act(self, model: Any, optimizers: list[Optimizer], act: list[Any]) -> None:
         """What happens between steps, or between backward and step."""
@@ -456,6 +476,22 @@ class Run:
             self.armed.add(id(model))
             x = self.data().requires_grad_()
             self.log.append(torch.autograd.grad(model(x).square().mean(), x)[0])
+        elif name == "weight gradient":
+            self.armed.add(id(model))
+            loss, weights = model(self.data()).square().mean(), list(net.head.parameters())
+            self.log += torch.autograd.grad(loss, [w for w in weights if w.requires_grad])
+        elif name == "backward to inputs":
+            self.armed.add(id(model))
+            x = self.data().requires_grad_()
+            model(x).square().mean().backward(inputs=[x])
+            self.log.append(x.grad)
+        elif name == "raise in backward":
+            self.armed.add(id(model))
+            y = model(self.data())
+            if y.requires_grad:
+                y.register_hook(_raise)
+                with contextlib.suppress(ArithmeticError):
+                    y.square().mean().backward()
         elif name == "evaluate":
             x = self.same()
             if mine and self.program["model"] != "norm":
@@ -614,6 +650,10 @@ def lossy(program: Program, rank: int) -> str:
     return "" if len(set(digests)) == 1 else "ranks differ"
 
 
+def _raise(gradient: torch.Tensor) -> None:
+    raise ArithmeticError("as it happens")
+
+
 def _add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
     total.add_(gradient)
 
@@ -694,9 +734,10 @@ class World:
             for pipe in self.pipes:
                 pipe.send_bytes(pickle.dumps(program))
             answers: list[str] = []
+            limit = _SECONDS * (5 if program["compile"] else 1)  # on busy processors
             for rank, pipe in enumerate(self.pipes):
-                if not pipe.poll(_SECONDS):
-                    raise AssertionError(f"rank {rank} has not finished after {_SECONDS} s")
+                if not pipe.poll(limit):
+                    raise AssertionError(f"rank {rank} has not finished after {limit} s")
                 answers.append(pickle.loads(pipe.recv_bytes()))
         except (AssertionError, EOFError, OSError) as error:
             self.stop()
@@ -784,6 +825,19 @@ def _gradients_are_not_looked_at() -> None:
     Reducer.begins = lambda _: None  # type: ignore[method-assign]
 
 
+def _last_look_is_not_forgotten() -> None:
+    from evener.comm.reducer import Reducer
+
+    inner = Reducer.begins
+
+    def begins(self: Any) -> None:
+        before = self._kept
+        inner(self)
+        self._kept = before | self._kept
+
+    Reducer.begins = begins  # type: ignore[method-assign]
+
+
 def _weights_are_not_looked_at() -> None:
     from evener.comm import holders
 
@@ -842,6 +896,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "C3 state is not watched": _state_is_not_watched,
     "C4 torch.func is not seen": _transforms_are_not_seen,
     "C5 gradients that are kept are not seen": _gradients_are_not_looked_at,
+    "C5 gradients seen by a backward to inputs stay": _last_look_is_not_forgotten,
     "C5 weights that are kept are not seen": _weights_are_not_looked_at,
     "H1 residuals of unused parameters are dropped": _unused_are_sent,
     "H2 frozen parameters have no node": _frozen_have_no_node,
