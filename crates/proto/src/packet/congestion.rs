@@ -69,10 +69,9 @@ use super::pace::Pace;
 use super::rtt::RoundTrip;
 use super::shortest::Shortest;
 use super::trace::{Decision, Notes, What};
+use super::window::{LEAST, MOST_BACK, Sums, TARGET, Window};
 
-/// A queue that is worth it: enough to keep a path busy while windows are set anew ...
-pub const TARGET: Duration = Duration::from_micros(150);
-/// ... and at least this many packets at the rate at which bytes arrive ...
+/// A queue that is worth it lasts for [`TARGET`], and at least this many packets at the rate at which bytes arrive ...
 const SEVERAL: f64 = 8.0;
 /// ... but no more seconds than this: a longer queue harms others.
 const LONGEST: f64 = 1e-3;
@@ -94,8 +93,6 @@ const PARTS: f64 = 8.0;
 const SCALING: f64 = 2.0;
 /// Windows at the start hold this many packets together.
 const FIRST: f64 = 32.0;
-/// Least window of a path, in packets.
-const LEAST: f64 = 0.05;
 /// Share of packets whose loss means that queues are shorter than the target.
 pub const HEAVY: f64 = 0.05;
 /// Growth beside TCP: packets per round trip for a window of one packet; with its square root for others.
@@ -103,8 +100,6 @@ const CONTEST: f64 = 0.1;
 /// What a path keeps of the target when it shrinks: acknowledgements wait on their way too, now more
 /// and now less, and an empty queue is a link that stands still.
 const LEAVE: f64 = 0.6;
-/// The most that is in flight, in windows, while acknowledgements wait on their way back.
-const MOST_BACK: f64 = 4.0;
 /// Who sees the wait fall to this part of what is usual, and gave up nothing, sees another's drain.
 const FELL: f64 = 0.55;
 const LOOK: Duration = Duration::from_millis(10);
@@ -117,65 +112,12 @@ const STRETCH: f64 = 3.0;
 /// How fast the last waits count where acknowledgements wait: as fast as round trips do.
 const LATELY: f64 = 4.0;
 
-/// The window of one path.
-#[derive(Debug, Clone, Copy)]
-struct Window {
-    bytes: f64,
-    shortest: Shortest,
-    /// The same by its own packets alone.
-    alone: Shortest,
-    /// Seconds of its way there and back, with nothing in its queue.
-    base: f64,
-    /// A round trip in parts of its way there: what is unconfirmed has in part arrived.
-    back: f64,
-    /// Seconds of a round trip, lately.
-    trip: f64,
-    /// Seconds that its newest packet waited.
-    waited: f64,
-    shrunk: Duration,
-    /// Until a packet has waited for the first time, it doubles.
-    starting: bool,
-    /// The least wait of the present epoch, when that began, and epochs in a row above the bound.
-    least: f64,
-    epoch: Duration,
-    long: u32,
-    competes: bool,
-    /// No packet of it has seen the end of a drain, so what it knows of its length may be a queue.
-    judged: bool,
-    /// It seems to be longer than others.
-    far: bool,
-    /// It is smaller for the time of a drain.
-    drained: bool,
-    /// Its window before a drain, and when the queue was last short.
-    saved: f64,
-}
-
-impl Window {
-    /// What may be unconfirmed.
-    fn open(&self) -> f64 {
-        self.bytes * self.back
-    }
-
-    /// The same in bytes per second, once something is known.
-    fn rate(&self) -> f64 {
-        if self.trip > 0.0 {
-            self.open() / self.trip
-        } else {
-            0.0
-        }
-    }
-}
-
 /// See the module.
 #[derive(Debug)]
 pub struct Congestion {
     windows: Vec<Window>,
-    /// The sum of those in use.
-    total: f64,
-    /// The sum of what may be unconfirmed: windows and what is on its way back.
-    open: f64,
-    /// The same in bytes per second: each by its own round trip.
-    rate: f64,
+    /// Those in use together.
+    sums: Sums,
     /// Seconds of the longest way there and back, of those in use, with nothing in its queue.
     longest: f64,
     /// A round trip is known.
@@ -209,30 +151,10 @@ impl Congestion {
     /// For `count` paths of which `used` are in use; never more than `most` bytes in flight.
     pub fn new(count: usize, used: usize, packet: usize, most: u64, now: Duration) -> Self {
         let packet = packet as f64;
-        let window = Window {
-            bytes: FIRST * packet / used.max(1) as f64,
-            shortest: Shortest::default(),
-            alone: Shortest::default(),
-            base: 0.0,
-            back: 1.0,
-            trip: 0.0,
-            waited: 0.0,
-            shrunk: Duration::ZERO,
-            starting: true,
-            least: f64::MAX,
-            epoch: Duration::ZERO,
-            long: 0,
-            competes: false,
-            judged: true,
-            far: false,
-            drained: false,
-            saved: 0.0,
-        };
+        let window = Window::new(FIRST * packet / used.max(1) as f64);
         Congestion {
             windows: vec![window; count],
-            total: FIRST * packet,
-            open: FIRST * packet,
-            rate: 0.0,
+            sums: std::iter::repeat_n(window.sums(), used.max(1)).sum(),
             longest: 0.0,
             heard: false,
             starting: true,
@@ -263,12 +185,14 @@ impl Congestion {
     pub fn window(&self, path: u8) -> f64 {
         self.windows
             .get(usize::from(path))
-            .map_or(0.0, Window::open)
+            .map_or(0.0, |window| window.sums().open)
     }
 
     /// Bytes that all may have in flight together.
     pub fn total(&self) -> f64 {
-        self.open.clamp(self.packet, self.most.max(self.packet))
+        self.sums
+            .open
+            .clamp(self.packet, self.most.max(self.packet))
     }
 
     /// Bytes that one path should take in a row: what the connection sends in [`RUN`], and more where the network
@@ -294,7 +218,7 @@ impl Congestion {
         let target = self.target();
         let rate = self.is_long().then(|| {
             let gain = if self.starting { 2.0 } else { 1.25 };
-            gain * self.rate
+            gain * self.sums.rate
         });
         self.pace.spread(rate, target);
         self.pace.ready(self.packet, trip, now)
@@ -332,9 +256,7 @@ impl Congestion {
             used.iter()
                 .filter_map(|at| self.windows.get(usize::from(*at)))
         };
-        self.total = windows().map(|window| window.bytes).sum();
-        self.open = windows().map(Window::open).sum();
-        self.rate = windows().map(Window::rate).sum();
+        self.sums = windows().map(Window::sums).sum();
         self.longest = windows().map(|window| window.base).fold(0.0, f64::max);
         self.starting = windows().any(|window| window.starting);
     }
@@ -347,7 +269,7 @@ impl Congestion {
         let what = What::Decided {
             decision,
             waited: Duration::from_secs_f64(window.map_or(self.usual, |window| window.waited)),
-            window: window.map_or(self.total, |window| window.bytes) as u64,
+            window: window.map_or(self.sums.bytes, |window| window.bytes) as u64,
         };
         self.notes.add(now, path.unwrap_or(u8::MAX), what);
     }
@@ -361,7 +283,7 @@ impl Congestion {
 
     /// The wait that a connection of this size aims at, in seconds.
     fn target(&self) -> f64 {
-        let packets = (self.total / self.packet).max(0.25);
+        let packets = (self.sums.bytes / self.packet).max(0.25);
         let base = TARGET.as_secs_f64();
         let alone = self.alone();
         let alone = alone * (self.longest / alone / SHORT).clamp(1.0, STRETCH);
@@ -405,35 +327,8 @@ impl Congestion {
         let Some(window) = self.windows.get_mut(usize::from(path)) else {
             return;
         };
-        // A path is judged by what the others know: it may have started in a full queue. If it still seems longer
-        // at the end of a drain, when the queue is empty, it is.
-        if window.shortest.get().is_none() {
-            window.shortest.add(all, now);
-        }
-        window.shortest.add(delay, now);
-        window.alone.add(delay, now);
-        let longer = |shortest: Option<u32>| shortest.unwrap_or(delay).wrapping_sub(all);
-        window.far = f64::from(longer(window.alone.get())) * 1e-6 >= alike;
-        let (more, own) = if window.far && !window.judged {
-            (longer(window.alone.get()), own)
-        } else {
-            (longer(window.shortest.get()), trip)
-        };
-        // Paths of one length know together more than each alone.
-        let same = u128::from(more) < TARGET.as_micros();
-        let shortest = if same { all } else { all.wrapping_add(more) };
-        window.base = own.shortest().unwrap_or_default().as_secs_f64();
+        let own = window.heard((delay, all), alike, (trip, own), now);
         self.longest = self.longest.max(window.base);
-        let one_way = f64::from(delay.wrapping_sub(shortest)) * 1e-6;
-        // If a clock jumped, the round trip knows better.
-        let least = trip.shortest().unwrap_or_default();
-        let around = trip
-            .latest()
-            .max(trip.smoothed())
-            .saturating_sub(least)
-            .as_secs_f64();
-        window.waited = one_way.min(around + TARGET.as_secs_f64() / 2.0);
-        window.least = window.least.min(window.waited);
         if marked {
             window.waited = window.waited.max(target);
         }
@@ -458,10 +353,9 @@ impl Congestion {
             self.usual
         };
         let back = around(wait).clamp(1.0, MOST_BACK);
-        let (open, rate) = (window.open(), window.rate());
+        let before = window.sums();
         (window.back, window.trip) = (back, own.smoothed().as_secs_f64());
-        self.open += window.open() - open;
-        self.rate += window.rate() - rate;
+        self.sums.replace(before, window.sums());
         if !self.heard {
             // The first that is heard speaks for all: else the pace would be that of one path.
             self.heard = true;
@@ -469,7 +363,7 @@ impl Congestion {
             self.windows
                 .iter_mut()
                 .for_each(|window| window.trip = trip);
-            self.rate = self.open / trip.max(1e-6);
+            self.sums.rate = self.sums.open / trip.max(1e-6);
         }
         // Another drains: if all do, all see how short the way is.
         let quiet = now.saturating_sub(self.shrunk) > trip.smoothed() * 2;
@@ -491,13 +385,13 @@ impl Congestion {
         self.delivery.add(bytes, trip.smoothed(), now);
         self.pace.arrived(bytes, trip, now);
         let (target, packet) = (self.target(), self.packet);
-        let total = self.total.max(packet);
+        let total = self.sums.bytes.max(packet);
         let draining = self.drains.on();
         let Some(window) = self.windows.get_mut(usize::from(path)) else {
             return;
         };
         window.judged &= !self.drains.ended(sent);
-        let (before, open, rate) = (window.bytes, window.open(), window.rate());
+        let before = window.sums();
         let mut shrank = false;
         let share = bytes as f64 / total;
         let pace = ((total / packet).sqrt() * 0.25).max(1.0) * packet;
@@ -527,9 +421,7 @@ impl Congestion {
             };
         }
         window.bytes = window.bytes.clamp(LEAST * packet, self.most);
-        self.total += window.bytes - before;
-        self.open += window.open() - open;
-        self.rate += window.rate() - rate;
+        self.sums.replace(before, window.sums());
         if shrank {
             self.decided(Decision::Shrink, Some(path), now);
         }
@@ -561,11 +453,9 @@ impl Congestion {
             window.competes = true;
             window.starting = false;
             // From most of what it had when the queue became long.
-            let (before, open, rate) = (window.bytes, window.open(), window.rate());
+            let before = window.sums();
             window.bytes = window.bytes.max(window.saved * 0.7);
-            self.total += window.bytes - before;
-            self.open += window.open() - open;
-            self.rate += window.rate() - rate;
+            self.sums.replace(before, window.sums());
             self.decided(Decision::Compete, Some(path), now);
         }
     }
@@ -621,25 +511,11 @@ impl Congestion {
 
     /// A path comes into use instead of another, whose window it takes, if that is not much.
     pub fn replaced(&mut self, old: u8, new: u8, used: &[u8]) {
-        let fair = self.total / used.len().max(1) as f64;
+        let fair = self.sums.bytes / used.len().max(1) as f64;
         let old = self.windows.get(usize::from(old));
         let bytes = old.map_or(0.0, |old| old.bytes).max(fair / 2.0);
         if let Some(window) = self.windows.get_mut(usize::from(new)) {
-            *window = Window {
-                bytes: bytes.max(LEAST * self.packet),
-                shortest: Shortest::default(),
-                alone: Shortest::default(),
-                base: 0.0,
-                waited: 0.0,
-                least: f64::MAX,
-                long: 0,
-                competes: false,
-                judged: true,
-                far: false,
-                drained: false,
-                starting: false,
-                ..*window
-            };
+            *window = window.replaced(bytes.max(LEAST * self.packet));
         }
         self.sum(used);
     }
@@ -757,7 +633,7 @@ mod tests {
         }
         assert!((0.49..0.51).contains(&(cc.windows[0].bytes / full)));
         let sum: f64 = cc.windows.iter().map(|window| window.bytes).sum();
-        assert!((sum - cc.total).abs() < 1.0);
+        assert!((sum - cc.sums.bytes).abs() < 1.0);
     }
 
     #[test]
@@ -812,9 +688,9 @@ mod tests {
     #[test]
     fn runs_are_longer_where_the_network_is_not_the_limit() {
         let mut cc = Congestion::new(4, 4, 1400, 1 << 30, Duration::ZERO);
-        cc.open = 1400.0 * 100.0;
+        cc.sums.open = 1400.0 * 100.0;
         assert!(!cc.is_roomy(0) && cc.run(0) == 0.0, "too little for that");
-        cc.open = 1400.0 * 1000.0;
+        cc.sums.open = 1400.0 * 1000.0;
         assert!(cc.is_roomy(1400 * 200) && !cc.is_roomy(1400 * 300));
         assert_eq!(cc.run(1400 * 200), 1400.0 * 125.0);
         assert_eq!(cc.run(1400 * 300), 0.0);

@@ -41,6 +41,7 @@ pub mod rtt;
 mod shortest;
 pub mod stats;
 pub mod trace;
+mod window;
 
 pub use auth::JobKey;
 pub use connection::{
