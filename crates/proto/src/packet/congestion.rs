@@ -42,8 +42,9 @@
 //!
 //! # By loss
 //! A loss alone changes nothing: networks lose packets for other reasons too. Where more than
-//! [`HEAVY`] of a round trip's packets are lost the queue is shorter than the target, and windows
-//! shrink by half of what was lost and a tenth. A mark by a switch (ECN) counts as the target reached.
+//! [`HEAVY`] of a round trip's packets are lost the queue is shorter than the target, and the windows of
+//! paths that lost as many shrink by half of what they lost and a tenth. Others may have longer queues. A mark by a
+//! switch (ECN) counts as the target reached.
 //!
 //! # Drains
 //! Who starts in a full queue takes its wait for the shortest, and would then push the others aside.
@@ -69,6 +70,7 @@ use super::pace::Pace;
 use super::rtt::RoundTrip;
 use super::shortest::Shortest;
 use super::trace::{Decision, Notes, What};
+pub use super::window::Took;
 use super::window::{LEAST, MOST_BACK, Sums, TARGET, Window};
 
 /// A queue that is worth it lasts for [`TARGET`], and at least this many packets at the rate at which bytes arrive ...
@@ -95,6 +97,8 @@ const SCALING: f64 = 2.0;
 const FIRST: f64 = 32.0;
 /// Share of packets whose loss means that queues are shorter than the target.
 pub const HEAVY: f64 = 0.05;
+/// A path with fewer packets in a round trip is judged by what all paths lose.
+const SPEAKS: f64 = 16.0;
 /// Growth beside TCP: packets per round trip for a window of one packet; with its square root for others.
 const CONTEST: f64 = 0.1;
 /// What a path keeps of the target when it shrinks: acknowledgements wait on their way too, now more
@@ -314,20 +318,22 @@ impl Congestion {
     pub fn delay(
         &mut self,
         path: u8,
-        (delay, marked): (u32, bool),
+        took: Took,
         (trip, own): (&RoundTrip, &RoundTrip),
         now: Duration,
     ) {
+        let Took { delay, marked, .. } = took;
         self.shortest.add(delay, now);
         let all = self.shortest.get().unwrap_or(delay);
         let target = self.target();
+        let rate = self.delivery.rate();
         let alike = self
             .alone()
             .max(self.delivery.takes(2.0 * SEVERAL * self.packet));
         let Some(window) = self.windows.get_mut(usize::from(path)) else {
             return;
         };
-        let own = window.heard((delay, all), alike, (trip, own), now);
+        let own = window.heard((took, all), (alike, rate), (trip, own), now);
         self.longest = self.longest.max(window.base);
         if marked {
             window.waited = window.waited.max(target);
@@ -390,6 +396,7 @@ impl Congestion {
         let Some(window) = self.windows.get_mut(usize::from(path)) else {
             return;
         };
+        window.arrived += 1;
         window.judged &= !self.drains.ended(sent);
         let before = window.sums();
         let mut shrank = false;
@@ -463,19 +470,28 @@ impl Congestion {
     /// Packets of this path were lost, by order or age.
     pub fn lost(&mut self, path: u8, packets: u32, used: &[u8], trip: &RoundTrip, now: Duration) {
         self.lost += packets;
+        if let Some(window) = self.windows.get_mut(usize::from(path)) {
+            window.lost += packets;
+        }
         let seen = self.arrived + self.lost;
         let target = self.target();
         let heavy = seen >= 64 && f64::from(self.lost) > HEAVY * f64::from(seen);
         if now.saturating_sub(self.round) > trip.smoothed() && seen >= 64 {
-            let share = f64::from(self.lost) / f64::from(seen);
+            let all = f64::from(self.lost) / f64::from(seen);
             (self.arrived, self.lost, self.round) = (0, 0, now);
-            if heavy {
-                for at in used {
-                    if let Some(window) = self.windows.get_mut(usize::from(*at)) {
+            for at in used {
+                if let Some(window) = self.windows.get_mut(usize::from(*at)) {
+                    let (arrived, lost) = (f64::from(window.arrived), f64::from(window.lost));
+                    (window.arrived, window.lost) = (0, 0);
+                    let own = arrived + lost;
+                    let share = if own < SPEAKS { all } else { lost / own };
+                    if heavy && share > HEAVY {
                         window.bytes *= (0.9 - share / 2.0).max(0.5);
                         window.starting = false;
                     }
                 }
+            }
+            if heavy {
                 self.sum(used);
                 self.decided(Decision::Heavy, None, now);
             }
@@ -592,6 +608,14 @@ mod tests {
     use super::*;
     use crate::packet::drain::EVERY;
 
+    fn took(delay: u32) -> Took {
+        Took {
+            delay,
+            marked: false,
+            of: None,
+        }
+    }
+
     fn trip(micros: u64) -> RoundTrip {
         let mut trip = RoundTrip::default();
         trip.sample(Duration::from_micros(100), Duration::ZERO);
@@ -602,7 +626,7 @@ mod tests {
     }
 
     fn ack(cc: &mut Congestion, path: u8, waited: u32, trip: &RoundTrip, now: Duration) {
-        cc.delay(path, (5000 + waited, false), (trip, trip), now);
+        cc.delay(path, took(5000 + waited), (trip, trip), now);
         cc.arrived(
             path,
             1400,
@@ -661,8 +685,8 @@ mod tests {
         let mut long = RoundTrip::default();
         long.sample(Duration::from_micros(10_500), Duration::ZERO);
         let hear = |cc: &mut Congestion, longer: u32, sent: Duration, now: Duration| {
-            cc.delay(0, (5000, false), (&short, &short), now);
-            cc.delay(1, (5000 + longer, false), (&short, &long), now);
+            cc.delay(0, took(5000), (&short, &short), now);
+            cc.delay(1, took(5000 + longer), (&short, &long), now);
             cc.arrived(1, 10_000_000, (sent, false), &short, now);
             cc.windows[1].waited
         };
@@ -741,11 +765,24 @@ mod tests {
     }
 
     #[test]
+    fn losses_of_one_path_leave_the_others() {
+        let mut cc = Congestion::new(2, 2, 1400, 1 << 30, Duration::ZERO);
+        let (used, trip, now) = ([0, 1], trip(120), Duration::from_millis(9));
+        for path in used {
+            (0..80).for_each(|_| cc.arrived(path, 1400, (now, false), &trip, now));
+        }
+        let before = cc.window(0);
+        cc.lost(1, 40, &used, &trip, now);
+        assert_eq!(cc.window(0), before);
+        assert!(cc.window(1) < before * 0.75);
+    }
+
+    #[test]
     fn a_queue_that_stays_whatever_is_given_up_is_another_s() {
         let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
         let (used, trip) = ([0], trip(1900));
         let mut now = Duration::from_millis(1);
-        cc.delay(0, (5000, false), (&trip, &trip), now);
+        cc.delay(0, took(5000), (&trip, &trip), now);
         for _ in 0..200 {
             now += Duration::from_micros(500);
             ack(&mut cc, 0, 1800, &trip, now);
@@ -774,7 +811,7 @@ mod tests {
             let mut now = Duration::ZERO;
             for _ in 0..50 {
                 now += Duration::from_millis(1);
-                cc.delay(0, (5000, false), (&trip, &trip), now);
+                cc.delay(0, took(5000), (&trip, &trip), now);
                 cc.arrived(0, 20_000, (now, false), &trip, now);
             }
             for _ in 0..60 {

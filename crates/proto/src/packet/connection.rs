@@ -23,7 +23,7 @@ use super::credit::Incoming;
 use super::dropped::Dropped;
 use super::format::{Greeting, Header, Kind, VERSION};
 use super::greeting::{self, Own};
-use super::loss::{Content, Reordering, Unconfirmed};
+use super::loss::{Content, Reordering, Run, Unconfirmed};
 use super::mtu::Mtu;
 use super::outgoing::{Met, Outgoing};
 use super::paths::Paths;
@@ -197,6 +197,8 @@ pub struct Connection {
     /// For what goes out and for what comes in.
     keys: Option<(Key, Key)>,
     unconfirmed: Unconfirmed,
+    /// The path of the last packet, when its run began, and the run.
+    last: (u8, Duration, Run),
     /// Bytes in flight over all paths.
     flying: u64,
     /// When the newest packet that has arrived was sent.
@@ -301,6 +303,7 @@ impl Connection {
             farewells: 0,
             keys: None,
             unconfirmed: Unconfirmed::new(config.first_number),
+            last: (0, Duration::ZERO, Run::default()),
             flying: 0,
             confirmed: Duration::ZERO,
             filled: Duration::ZERO,

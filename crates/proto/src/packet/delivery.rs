@@ -20,7 +20,7 @@ const SPAN: Duration = Duration::from_millis(2);
 
 /// The fastest of the last `memory` to twice that.
 #[derive(Debug, Clone, Copy)]
-struct Fastest {
+pub struct Fastest {
     memory: Duration,
     present: f64,
     before: f64,
@@ -28,7 +28,8 @@ struct Fastest {
 }
 
 impl Fastest {
-    fn new(memory: Duration, now: Duration) -> Self {
+    /// Nothing is known yet.
+    pub fn new(memory: Duration, now: Duration) -> Self {
         Fastest {
             memory,
             present: 0.0,
@@ -37,14 +38,16 @@ impl Fastest {
         }
     }
 
-    fn add(&mut self, rate: f64, now: Duration) {
+    /// One more, in bytes per second.
+    pub fn add(&mut self, rate: f64, now: Duration) {
         if now.saturating_sub(self.since) > self.memory {
             (self.before, self.present, self.since) = (self.present, 0.0, now);
         }
         self.present = self.present.max(rate);
     }
 
-    fn get(&self) -> f64 {
+    /// Bytes per second; 0 until something is known.
+    pub fn get(&self) -> f64 {
         self.present.max(self.before)
     }
 }

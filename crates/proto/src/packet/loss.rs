@@ -61,6 +61,15 @@ pub enum Fate {
     Mute,
 }
 
+/// Packets that went over one path at once, up to one of them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Run {
+    /// The number of the first one.
+    pub first: u64,
+    /// Bytes, this one's included.
+    pub bytes: u32,
+}
+
 /// A packet that was sent.
 #[derive(Debug)]
 pub struct Sent {
@@ -72,6 +81,8 @@ pub struct Sent {
     pub path: u8,
     /// What became of it.
     pub fate: Fate,
+    /// Its run: what went over its path at once.
+    pub run: Run,
     /// It only asked whether its size, or its path, carries.
     pub probe: bool,
     /// The window was full: more would have gone.
@@ -247,6 +258,10 @@ mod tests {
             size: 1000,
             path: 0,
             fate: Fate::Flying,
+            run: Run {
+                first: 0,
+                bytes: 1000,
+            },
             probe: false,
             limited: false,
             content: smallvec![],

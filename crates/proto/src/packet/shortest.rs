@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 /// The shortest delay is that of so long ago at most, twice.
-const MEMORY: Duration = Duration::from_secs(10);
+pub const MEMORY: Duration = Duration::from_secs(10);
 
 /// The least of a wrapping count of microseconds, lately.
 #[derive(Debug, Clone, Copy, Default)]

@@ -7,6 +7,7 @@ use smallvec::{SmallVec, smallvec};
 use super::Over;
 use super::recovery::Quiet;
 use super::{Arrival, Connection, Dropped, Event, Place, ROUND_TRIPS, Stage, micros};
+use crate::packet::congestion::Took;
 use crate::packet::credit::Verdict;
 use crate::packet::format::{Ack, Chunk, FormatError, Frame, Frames, Header, Kind};
 use crate::packet::greeting;
@@ -291,6 +292,21 @@ impl Connection {
         }
     }
 
+    /// Of each path the newest of these packets: the one whose time the peer tells.
+    fn told(&self, fresh: &[u64]) -> SmallVec<[(u8, u64); 16]> {
+        let mut all: SmallVec<[(u8, u64); 16]> = smallvec![];
+        for number in fresh {
+            let Some(sent) = self.unconfirmed.get(*number) else {
+                continue;
+            };
+            match all.iter_mut().find(|(path, _)| *path == sent.path) {
+                Some(one) => one.1 = one.1.max(*number),
+                None => all.push((sent.path, *number)),
+            }
+        }
+        all
+    }
+
     fn arrived(&mut self, ack: &Ack<'_>, fresh: &[u64], now: Duration) {
         let newest = fresh.iter().copied().max();
         if let Some(newest) = newest.and_then(|number| self.unconfirmed.get(number)) {
@@ -307,14 +323,20 @@ impl Connection {
         }
         // One that a later one has overtaken says how long the queues were, not how long they are.
         let overtaken = newest.is_none();
+        let told = self.told(fresh);
         for heard in ack.heard().filter(|_| !overtaken) {
-            let marked = heard.marked > 0;
             let Some(path) = self.paths.get(heard.path) else {
                 continue;
             };
+            let sent = told.iter().find(|(path, _)| *path == heard.path);
+            let sent = sent.and_then(|(_, number)| self.unconfirmed.get(*number));
+            let took = Took {
+                delay: heard.delay,
+                marked: heard.marked > 0,
+                of: sent.map(|sent| (micros(sent.at), sent.run)),
+            };
             let trips = (&self.trip, &path.trip);
-            self.congestion
-                .delay(heard.path, (heard.delay, marked), trips, now);
+            self.congestion.delay(heard.path, took, trips, now);
         }
         let mut touched: SmallVec<[u8; 16]> = smallvec![];
         for number in fresh {

@@ -8,13 +8,16 @@ use super::{Connection, Stage, Transmit, micros};
 use crate::packet::ack::EVERY;
 use crate::packet::format::{CHUNK, Greeting, HEADER, Haste, Header, Kind, Writer};
 use crate::packet::greeting;
-use crate::packet::loss::{Content, Fate, Sent};
+use crate::packet::loss::{Content, Fate, Run, Sent};
 use crate::packet::number::low;
 use crate::packet::outgoing::Span;
 use crate::packet::paths::Share;
 
 /// Every this many packets the sender says what it does not care for any more.
 const FLOOR_EVERY: u64 = 64;
+
+/// Packets of one path that go within this time are a run.
+const AT_ONCE: Duration = Duration::from_micros(30);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Purpose {
@@ -245,8 +248,19 @@ impl Connection {
         if let Some((key, _)) = &self.keys {
             key.seal(packet, number);
         }
+        let (path, began, mut run) = self.last;
+        if path != at || now.saturating_sub(began) > AT_ONCE {
+            run = Run {
+                first: number,
+                bytes: 0,
+            };
+            self.last.1 = now;
+        }
+        run.bytes += length as u32;
+        (self.last.0, self.last.2) = (at, run);
         self.unconfirmed.push(Sent {
             at: now,
+            run,
             size: length as u32,
             path: at,
             fate: if wants { Fate::Flying } else { Fate::Mute },
