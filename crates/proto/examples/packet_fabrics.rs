@@ -23,6 +23,8 @@ mod scenario;
 
 use std::time::Instant;
 
+use evener_proto::packet::Config;
+
 fn main() {
     let only = std::env::var("ONLY").unwrap_or_default();
     let seeds: u64 = std::env::var("SEEDS").map_or(1, |seeds| seeds.parse().unwrap());
@@ -37,9 +39,8 @@ fn main() {
         }
         for seed in (at as u64..).step_by(100).take(seeds as usize) {
             let began = Instant::now();
-            let reached = fabrics::run(fabric, seed);
-            let bits: f64 = fabric.ways.iter().map(|way| way.bits).sum();
-            let limit = bits * scenario::limit((fabric.mtu - model::BELOW) as usize) / 1e9;
+            let reached = fabrics::run(fabric, seed, Config::default()).expect(&fabric.name);
+            let limit = fabric.rate() * scenario::limit((fabric.mtu - model::BELOW) as usize) / 1e9;
             let part = reached
                 .part
                 .map_or(String::from("-"), |part| format!("{part:.2}"));

@@ -10,6 +10,8 @@ pub enum Fault {
     AnyOrder,
     /// The kernel copies into memory that is read meanwhile.
     ByKernel,
+    /// A message counts as received when a packet of it is missing.
+    Unfinished,
 }
 
 #[cfg(feature = "faults")]

@@ -12,6 +12,8 @@ use rustc_hash::FxHashMap;
 use super::format::Chunk;
 use super::number;
 use super::numbered::Numbered;
+use crate::faults::{self, Fault};
+use crate::line::LINE;
 use crate::ranges::Ranges;
 
 /// What becomes of a chunk.
@@ -105,7 +107,14 @@ impl Incoming {
         if chunk.last {
             buffer.total = Some(end);
         }
-        let total = buffer.total.filter(|total| buffer.got.total() >= *total)?;
+        let missing = if faults::is(Fault::Unfinished) {
+            16 * LINE
+        } else {
+            0
+        };
+        let total = buffer
+            .total
+            .filter(|total| buffer.got.total() + missing >= *total)?;
         posted.remove(message);
         self.waiting -= 1;
         Some(total)

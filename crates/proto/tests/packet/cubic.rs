@@ -9,6 +9,8 @@ use super::model::{Body, End, Packet, Route};
 
 const SEGMENT: u64 = 1448;
 const WIRE: u64 = 1500;
+/// The share of a packet that is payload.
+pub const LIMIT: f64 = SEGMENT as f64 / WIRE as f64;
 
 pub struct Sender {
     peer: usize,

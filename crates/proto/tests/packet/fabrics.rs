@@ -7,7 +7,7 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use evener_proto::packet::Config;
+use evener_proto::packet::{Config, Event};
 
 use super::cubic;
 use super::host::{Flow, Host};
@@ -27,20 +27,19 @@ pub struct Way {
 }
 
 /// What else is on the network.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Weather {
-    Clear,
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Weather {
     /// This share of packets is lost, whatever the queue.
-    Loss(f64),
-    /// This share of packets is held back by up to so long.
-    Overtaken(f64, Duration),
+    pub loss: f64,
+    /// This share of packets is held back, by up to so long.
+    pub overtaken: (f64, Duration),
     /// One stream of cubic shares the first way.
-    Cubic,
+    pub cubic: bool,
 }
 
 #[derive(Debug, Clone)]
 pub struct Fabric {
-    pub name: &'static str,
+    pub name: String,
     pub ways: Vec<Way>,
     pub mtu: u64,
     pub weather: Weather,
@@ -52,15 +51,17 @@ pub struct Fabric {
 }
 
 /// What was reached.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Reached {
     /// Payload of bulk and of the other stream, by what the ways carry.
     pub share: f64,
-    /// What bulk has of both, where another stream is there.
+    /// What bulk has of the first way, where another stream is there.
     pub part: Option<f64>,
     /// Packets that went again, and of these the ones that were only late, by all.
     pub again: f64,
     pub late: f64,
+    /// The part of the time for which each way was busy.
+    pub busy: Vec<f64>,
 }
 
 fn way(bits: f64, round_trip: Duration, queue: Duration) -> Way {
@@ -71,25 +72,40 @@ fn way(bits: f64, round_trip: Duration, queue: Duration) -> Way {
     }
 }
 
+impl Fabric {
+    /// Bytes that it holds, if each message is spread over all ways: the longest is waited for.
+    fn holds(&self) -> f64 {
+        let most = self.ways.iter().map(|way| way.round_trip + way.queue).max();
+        self.rate() / 8.0 * most.unwrap_or_default().as_secs_f64()
+    }
+
+    /// Bits per second of all ways.
+    pub fn rate(&self) -> f64 {
+        self.ways.iter().map(|way| way.bits).sum()
+    }
+}
+
 /// All of them. Queues are of 2 ms where nothing else is said, of 20 ms where round trips are long.
 pub fn all() -> Vec<Fabric> {
-    use Weather::{Clear, Cubic, Loss, Overtaken};
+    let clear = Weather::default();
+    let loss = |loss| Weather { loss, ..clear };
     const M: f64 = 1e6;
     const G: f64 = 1e9;
-    let one = |name, bits, round_trip, queue, weather, mtu, warm: u32, time: u32, quick| Fabric {
-        name,
-        ways: vec![way(bits, round_trip, queue)],
-        mtu,
-        weather,
-        warm: warm * MILLI,
-        time: time * MILLI,
-        quick,
-    };
-    let several = |name, ways: Vec<Way>, mtu, warm: u32, time: u32, quick| Fabric {
-        name,
+    let one =
+        |name: &str, bits, round_trip, queue, weather, mtu, warm: u32, time: u32, quick| Fabric {
+            name: name.into(),
+            ways: vec![way(bits, round_trip, queue)],
+            mtu,
+            weather,
+            warm: warm * MILLI,
+            time: time * MILLI,
+            quick,
+        };
+    let several = |name: &str, ways: Vec<Way>, mtu, warm: u32, time: u32, quick| Fabric {
+        name: name.into(),
         ways,
         mtu,
-        weather: Clear,
+        weather: clear,
         warm: warm * MILLI,
         time: time * MILLI,
         quick,
@@ -106,7 +122,7 @@ pub fn all() -> Vec<Fabric> {
             100.0 * M,
             20 * MICRO,
             2 * MILLI,
-            Clear,
+            clear,
             1500,
             300,
             1000,
@@ -117,7 +133,7 @@ pub fn all() -> Vec<Fabric> {
             100.0 * M,
             MILLI,
             2 * MILLI,
-            Clear,
+            clear,
             1500,
             300,
             1000,
@@ -128,7 +144,7 @@ pub fn all() -> Vec<Fabric> {
             100.0 * M,
             10 * MILLI,
             20 * MILLI,
-            Clear,
+            clear,
             1500,
             2500,
             5000,
@@ -139,7 +155,7 @@ pub fn all() -> Vec<Fabric> {
             100.0 * M,
             43 * MILLI,
             20 * MILLI,
-            Clear,
+            clear,
             1500,
             2500,
             5000,
@@ -150,7 +166,7 @@ pub fn all() -> Vec<Fabric> {
             100.0 * M,
             200 * MILLI,
             20 * MILLI,
-            Clear,
+            clear,
             1500,
             8000,
             20_000,
@@ -161,7 +177,7 @@ pub fn all() -> Vec<Fabric> {
             G,
             20 * MICRO,
             2 * MILLI,
-            Clear,
+            clear,
             1500,
             100,
             400,
@@ -172,7 +188,7 @@ pub fn all() -> Vec<Fabric> {
             G,
             10 * MILLI,
             2 * MILLI,
-            Clear,
+            clear,
             1500,
             500,
             2000,
@@ -183,7 +199,7 @@ pub fn all() -> Vec<Fabric> {
             G,
             200 * MILLI,
             20 * MILLI,
-            Clear,
+            clear,
             1500,
             8000,
             8000,
@@ -194,7 +210,7 @@ pub fn all() -> Vec<Fabric> {
             10.0 * G,
             50 * MICRO,
             2 * MILLI,
-            Clear,
+            clear,
             1500,
             100,
             200,
@@ -205,7 +221,7 @@ pub fn all() -> Vec<Fabric> {
             10.0 * G,
             10 * MILLI,
             2 * MILLI,
-            Clear,
+            clear,
             1500,
             500,
             500,
@@ -216,7 +232,7 @@ pub fn all() -> Vec<Fabric> {
             100.0 * G,
             20 * MICRO,
             2 * MILLI,
-            Clear,
+            clear,
             9000,
             50,
             100,
@@ -227,7 +243,7 @@ pub fn all() -> Vec<Fabric> {
             100.0 * G,
             MILLI,
             2 * MILLI,
-            Clear,
+            clear,
             9000,
             100,
             200,
@@ -280,7 +296,7 @@ pub fn all() -> Vec<Fabric> {
             G,
             50 * MICRO,
             192 * MICRO,
-            Clear,
+            clear,
             1500,
             100,
             400,
@@ -291,7 +307,7 @@ pub fn all() -> Vec<Fabric> {
             G,
             10 * MILLI,
             MILLI / 2,
-            Clear,
+            clear,
             1500,
             500,
             2000,
@@ -302,7 +318,7 @@ pub fn all() -> Vec<Fabric> {
             G,
             MILLI,
             50 * MILLI,
-            Clear,
+            clear,
             1500,
             200,
             600,
@@ -313,7 +329,7 @@ pub fn all() -> Vec<Fabric> {
             G,
             10 * MILLI,
             2 * MILLI,
-            Loss(1e-4),
+            loss(1e-4),
             1500,
             500,
             2000,
@@ -324,7 +340,7 @@ pub fn all() -> Vec<Fabric> {
             G,
             10 * MILLI,
             2 * MILLI,
-            Loss(0.01),
+            loss(0.01),
             1500,
             500,
             2000,
@@ -335,7 +351,10 @@ pub fn all() -> Vec<Fabric> {
             G,
             MILLI,
             2 * MILLI,
-            Overtaken(0.05, MILLI / 2),
+            Weather {
+                overtaken: (0.05, MILLI / 2),
+                ..clear
+            },
             1500,
             200,
             600,
@@ -346,7 +365,10 @@ pub fn all() -> Vec<Fabric> {
             100.0 * M,
             10 * MILLI,
             20 * MILLI,
-            Cubic,
+            Weather {
+                cubic: true,
+                ..clear
+            },
             1500,
             5000,
             15_000,
@@ -356,21 +378,21 @@ pub fn all() -> Vec<Fabric> {
 }
 
 /// Runs one; `seed` says which paths ports take and which packets are lost.
-pub fn run(fabric: &Fabric, seed: u64) -> Reached {
+///
+/// # Errors
+/// What was lost, doubled or misplaced.
+pub fn run(fabric: &Fabric, seed: u64, most: Config) -> Result<Reached, String> {
     let datagram = (fabric.mtu - BELOW) as usize;
     let config = Config {
         datagram,
         most_datagram: datagram,
-        ..Config::default()
+        ..most
     };
     let link = |way: &Way| {
         let mut link = Link::new(way.bits, way.round_trip / 2);
         link.queue = way.bits / 8.0 * way.queue.as_secs_f64();
-        match fabric.weather {
-            Weather::Loss(share) => link.loss = share,
-            Weather::Overtaken(share, hold) => (link.overtaken, link.hold) = (share, hold),
-            Weather::Clear | Weather::Cubic => {}
-        }
+        link.loss = fabric.weather.loss;
+        (link.overtaken, link.hold) = fabric.weather.overtaken;
         link
     };
     let count = fabric.ways.len();
@@ -385,31 +407,74 @@ pub fn run(fabric: &Fabric, seed: u64) -> Reached {
     let seed = (seed..).step_by(1000).find(covers).unwrap_or(seed);
     hosts(&mut net, count, &config, seed);
     let mut ends = vec![1];
-    if fabric.weather == Weather::Cubic {
+    if fabric.weather.cubic {
         net.add(Box::new(cubic::Sender::new(3, Rc::from([0]))));
         net.add(Box::new(cubic::Receiver::new(2, Rc::from([1]))));
         ends.push(3);
     }
-    let holds = |way: &Way| way.bits / 8.0 * (way.round_trip + way.queue).as_secs_f64();
-    let holds: f64 = fabric.ways.iter().map(holds).sum();
     const MESSAGE: u64 = 1 << 20;
     let flow = Flow {
         channel: 1,
         length: MESSAGE,
-        ahead: (2.5 * holds / MESSAGE as f64).ceil().max(4.0) as u64,
+        ahead: (2.5 * fabric.holds() / MESSAGE as f64).ceil().max(4.0) as u64,
         every: None,
         left: u64::MAX,
     };
     flows(&mut net, 0, 1, flow);
-    let rates = measure(&mut net, &ends, fabric.warm, fabric.time);
+    for end in 0..2 {
+        let host = net.end::<Host>(end);
+        (host.lines, host.keeps) = (Some(Default::default()), true);
+    }
+    net.run_until(fabric.warm);
+    let carried = |net: &Net| -> Vec<u64> { net.links.iter().map(|link| link.carried).collect() };
+    let before = carried(&net);
+    let rates = measure(&mut net, &ends, Duration::ZERO, fabric.time);
+    let rate = |(link, before)| (link - before) as f64 / fabric.time.as_secs_f64();
+    let passed: Vec<f64> = carried(&net).into_iter().zip(before).map(rate).collect();
     let sum: f64 = rates.iter().sum();
-    let carried: f64 = fabric.ways.iter().map(|way| way.bits / 8.0).sum();
+    let busy = |(way, passed): (&Way, &f64)| passed / (way.bits / 8.0);
     let stats = net.end::<Host>(0).stats();
     let sent = stats.sent.max(1) as f64;
-    Reached {
-        share: sum / carried / limit(datagram),
-        part: (ends.len() > 1).then(|| rates[0] / sum),
+    finish(&mut net, MESSAGE)?;
+    Ok(Reached {
+        share: sum / (fabric.rate() / 8.0) / limit(datagram),
+        part: (ends.len() > 1).then(|| 1.0 - rates[1] / cubic::LIMIT / passed[0]),
+        busy: fabric.ways.iter().zip(&passed).map(busy).collect(),
         again: (stats.lost + stats.timed_out) as f64 / sent,
         late: stats.late as f64 / sent,
+    })
+}
+
+/// No new messages: all that were begun arrive once, each line in its place.
+fn finish(net: &mut Net, length: u64) -> Result<(), String> {
+    net.end::<Host>(0).sends[0].left = 0;
+    let begun = net.end::<Host>(0).begun;
+    // Numbers of the messages that an end has sent, or received.
+    let done = |net: &mut Net, end: usize| {
+        let events = &net.end::<Host>(end).events;
+        let number = |event: &Event| match event {
+            Event::Sent { message, .. } if end == 0 => Some(*message),
+            Event::Received { message, .. } if end == 1 => Some(*message),
+            _ => None,
+        };
+        let mut numbers: Vec<u64> = events.iter().filter_map(number).collect();
+        numbers.sort_unstable();
+        numbers
+    };
+    let until = net.now + Duration::from_secs(120);
+    while (done(net, 0).len() as u64) < begun && net.now < until {
+        net.run_until(net.now + 50 * MILLI);
     }
+    for (end, what) in [(0, "sent"), (1, "received")] {
+        let all = done(net, end);
+        if all != (0..begun).collect::<Vec<_>>() {
+            return Err(format!("{} messages of {begun} were {what}", all.len()));
+        }
+    }
+    let Host { placed, wrong, .. } = *net.end::<Host>(1);
+    if (placed, wrong) != (begun * length, 0) {
+        let all = begun * length;
+        return Err(format!("{placed} bytes of {all} came, {wrong} wrong"));
+    }
+    Ok(())
 }

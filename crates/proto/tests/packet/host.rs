@@ -63,6 +63,11 @@ pub struct Host {
     /// What came, if it is kept: a buffer and how often each byte was written.
     pub memory: Option<HashMap<(u32, u64), Vec<u8>>>,
     pub wrong: u64,
+    /// Which lines of messages on their way were written, if that is kept. Then lines begin with a mark of their own,
+    /// and a line counts as placed once.
+    pub lines: Option<HashMap<(u32, u64), Vec<bool>>>,
+    /// Messages that it began to send.
+    pub begun: u64,
     /// Pieces that it cut within a line.
     pub torn: u64,
     started_flows: bool,
@@ -78,6 +83,28 @@ pub struct Host {
 pub fn byte(channel: u32, message: u64, offset: u64) -> u8 {
     let mut seed = u64::from(channel) << 40 ^ message << 20 ^ (offset / 8);
     (random(&mut seed) >> (offset % 8 * 8)) as u8
+}
+
+/// What the line of a message at this offset begins with.
+fn mark(channel: u32, message: u64, offset: u64) -> [u8; 8] {
+    random(&mut (u64::from(channel) << 56 ^ message << 28 ^ offset)).to_le_bytes()
+}
+
+/// Notes the lines of a piece: how many of its bytes are new. A line with another's mark is wrong, and so is one of a
+/// message that nobody waits for.
+fn write(lines: &mut HashMap<(u32, u64), Vec<bool>>, place: &Place<'_>, wrong: &mut u64) -> u64 {
+    let mut fresh = 0;
+    let Some(written) = lines.get_mut(&(place.channel, place.message)) else {
+        *wrong += 1;
+        return 0;
+    };
+    for (at, line) in place.bytes.chunks(LINE as usize).enumerate() {
+        let offset = place.offset + at as u64 * LINE;
+        *wrong += u64::from(line[..8] != mark(place.channel, place.message, offset));
+        let before = std::mem::replace(&mut written[(offset / LINE) as usize], true);
+        fresh += if before { 0 } else { line.len() as u64 };
+    }
+    fresh
 }
 
 impl Host {
@@ -119,6 +146,8 @@ impl Host {
             longest_gap: Duration::ZERO,
             memory: None,
             wrong: 0,
+            lines: None,
+            begun: 0,
             torn: 0,
             started_flows: false,
             recorded: Vec::new(),
@@ -155,6 +184,7 @@ impl Host {
         if flow.left > 0 {
             flow.left -= 1;
             let message = connection.send(flow.channel, flow.length);
+            self.begun += 1;
             self.started.insert((flow.channel, message), now);
         }
     }
@@ -168,6 +198,10 @@ impl Host {
             let message = connection.post(flow.channel, flow.length);
             if let Some(memory) = &mut self.memory {
                 memory.insert((flow.channel, message), vec![0; flow.length as usize]);
+            }
+            if let Some(lines) = &mut self.lines {
+                let count = flow.length.div_ceil(LINE) as usize;
+                lines.insert((flow.channel, message), vec![false; count]);
             }
         }
     }
@@ -216,6 +250,11 @@ impl Host {
                         let right = got.iter().take(length as usize).enumerate().all(same);
                         self.wrong += u64::from(!right);
                     }
+                    if let Some(lines) = &mut self.lines {
+                        let lines = lines.remove(&(channel, message));
+                        let whole = lines.is_some_and(|lines| lines.iter().all(|line| *line));
+                        self.wrong += u64::from(!whole);
+                    }
                     let of = self.posts.iter().position(|flow| flow.channel == channel);
                     if let Some(at) = of {
                         self.post(at);
@@ -257,6 +296,7 @@ impl End for Host {
         }
         let placed = &mut self.placed;
         let memory = &mut self.memory;
+        let (lines, wrong) = (&mut self.lines, &mut self.wrong);
         let (last, gap) = (&mut self.last_placed, &mut self.longest_gap);
         let mut handled = self.inbox.len() as u32;
         for (packet, came) in self.inbox.drain(..) {
@@ -272,7 +312,10 @@ impl End for Host {
                 ..Arrival::default()
             };
             let _ = connection.receive(&packet, arrival, now, &mut |place: Place<'_>| {
-                *placed += place.bytes.len() as u64;
+                *placed += match lines {
+                    Some(lines) => write(lines, &place, wrong),
+                    None => place.bytes.len() as u64,
+                };
                 *gap = (*gap).max(real.saturating_sub(*last));
                 *last = real;
                 if let Some(memory) = memory {
@@ -306,12 +349,18 @@ impl End for Host {
         }
         connection.on_time(now);
         let mut buffer = [0; 9000];
-        let fills = self.memory.is_some();
+        let (fills, marks) = (self.memory.is_some(), self.lines.is_some());
         let torn = &mut self.torn;
         let mut read = |span: &Span, to: &mut [u8]| {
             let end = span.offset + to.len() as u64;
             let whole = span.last || end.is_multiple_of(LINE);
             *torn += u64::from(!whole || !span.offset.is_multiple_of(LINE));
+            if marks {
+                for (at, line) in to.chunks_mut(LINE as usize).enumerate() {
+                    let offset = span.offset + at as u64 * LINE;
+                    line[..8].copy_from_slice(&mark(span.channel, span.message, offset));
+                }
+            }
             if fills {
                 for (at, to) in to.iter_mut().enumerate() {
                     *to = byte(span.channel, span.message, span.offset + at as u64);

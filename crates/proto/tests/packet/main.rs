@@ -355,8 +355,8 @@ fn networks_of_any_delay_are_filled() {
         if !fabric.quick {
             continue;
         }
-        let reached = fabrics::run(fabric, at as u64);
-        let name = fabric.name;
+        let name = &fabric.name;
+        let reached = fabrics::run(fabric, at as u64, Config::default()).expect(name);
         assert!(reached.share >= 0.92, "{name}: {reached:?}");
         assert!(reached.late < 0.01, "{name}: {reached:?}");
         if let Some(part) = reached.part {
