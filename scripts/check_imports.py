@@ -74,6 +74,7 @@ OPEN = {
     "evener.zero.command",  # what `evener plan-memory` does; tools.plan has its options
     "evener.pipeline.command",
     "evener.embedding.tensorflow._library",  # where TensorFlow's operations lie
+    "evener.embedding.tensorflow._variable",  # Horovod gives ranks the rows of its tables
 }
 
 KNOWN = {
