@@ -158,14 +158,15 @@ impl Connection {
     fn silence_due(&self, at: u8, sent: Duration) -> (Duration, bool) {
         let silences = self.paths.get(at).map_or(0, |path| path.silences);
         let patience = self.patience(at, silences);
-        let due = sent + patience;
+        let mut due = sent + patience;
+        if silences == 0 {
+            // A path that nobody knows is judged sooner once it is suspect: not before the answer to what goes again.
+            due = due.max(self.quiet.until);
+        }
         // A peer whose thread has no processor is silent over all paths at once. Then no path is at fault, and what
         // is on its way has arrived: to send all of it again, with half of the windows, makes that worse.
-        if silences == 0 && self.quiet.since + patience / 2 <= due {
-            (due.max(self.quiet.until), self.quiet.times < QUIETS)
-        } else {
-            (due, false)
-        }
+        let all = silences == 0 && self.quiet.since + patience / 2 <= sent + patience;
+        (due, all && self.quiet.times < QUIETS)
     }
 
     /// This packet goes again, over another path. Its confirmation tells what became of those that were sent before it
