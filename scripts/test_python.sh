@@ -5,9 +5,9 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # without bytecode an import of TensorFlow takes 11 s of a core, not 4
-first=(tests/comm tests/door tests/lab)
+first=(tests/comm tests/door tests/lab tests/launch)
 second=(tests/compile tests/guide tests/horovod tests/precision)
-third=(tests/bench tests/embedding tests/examples tests/launch tests/net)
+third=(tests/bench tests/embedding tests/examples tests/net)
 fourth=("${first[@]/#/--ignore=}" "${second[@]/#/--ignore=}" "${third[@]/#/--ignore=}")
 mkdir -p .build
 part() { # FOLDER-OR-OPTION...: a part; its seconds are the last line
