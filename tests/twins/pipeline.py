@@ -264,7 +264,8 @@ class Plain:
 
     def backward(self, given: dict[str, Any], target: torch.Tensor | None) -> float:
         whole_batches = self.program.get("average", "batch") == "batch"
-        if whole_batches and not any(kind in COUPLED for kind in self.program["layers"]):
+        # Batch norm's statistics are those of microbatches; nothing else may be.
+        if whole_batches and "batch norm" not in self.program["layers"]:
             loss = self.value(given, target)
             loss.backward()
             return loss.item()
