@@ -409,7 +409,7 @@ class Run:
             self.act(model, optimizers, act)
 
     def loss(self, model: Any, use: bool, inner: str) -> torch.Tensor:
-        """Of the next batch; with "penalty" that on the inputs' gradient (WGAN-GP) is in it."""
+        """The loss on the next batch. "penalty" adds WGAN-GP's penalty on the inputs' gradient."""
         if inner != "penalty" or self.program["model"] == "attention":  # has no second derivative
             return model(self.data(), use, inner).square().mean()
         x = self.data().requires_grad_()

@@ -26,7 +26,7 @@ class Pace:
     overlap: int
 
     def share(self, step: float, exchange: float) -> float:
-        """Of the time, how much ranks stand still; times in any unit."""
+        """The share of time in which ranks stand still. `step` and `exchange` are in one unit."""
         waits = max(0.0, exchange - self.overlap * step)
         return waits / (waits + self.every * step)
 

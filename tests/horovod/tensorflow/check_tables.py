@@ -20,7 +20,7 @@ DIMS = [4 + i % 3 for i in range(TABLES)]
 
 
 def slices_of(seed: int) -> list[Any]:
-    """Of each rank other rows, sometimes none, of several types and shapes."""
+    """Each rank brings other rows, or none, in several types and shapes."""
     draw = np.random.default_rng(seed)
     found = []
     for i, kind in enumerate(["float32", "float16", "float32", "float64", "float32"]):
