@@ -287,6 +287,8 @@ class Run:
         self.dense.assign(dense)
         if gone:
             self.forget_slots(gone)
+        for row in gone:
+            del self.seen[row]  # a filter counts a row that went anew
         self.rows = set(rows)
 
     def save(self) -> None:

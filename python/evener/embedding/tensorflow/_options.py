@@ -12,7 +12,10 @@ from evener.errors import UsageError
 
 @dataclass(frozen=True)
 class CounterFilter:
-    """Admits a key at its `filter_freq`-th look-up in training; counted exactly."""
+    """Admits a key at its `filter_freq`-th look-up in training; counted exactly.
+
+    A key whose row is removed or evicted is counted from 0 again.
+    """
 
     filter_freq: int = 1
 

@@ -85,7 +85,10 @@ def rows_of(table: DynamicVariable) -> Rows:
 
 
 def set_rows(table: DynamicVariable, found: Rows) -> None:
-    """Make the content of `table` what `found` carries. Slots of rows that stay are kept."""
+    """Make the content of `table` what `found` carries.
+
+    Slots of rows that stay are kept. A filter counts the keys of rows that go from 0 again.
+    """
     strings = isinstance(found.keys, list)
     if strings is table._int_keys or found.rows.shape[-1] != table.dim:
         raise UsageError(
