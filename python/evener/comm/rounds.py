@@ -111,6 +111,7 @@ class Rounds:
         self.every, self.overlap = options.every, options.overlap
         self._chosen = not options.auto
         self._flight: Flight | None = None
+        self._unmet = False  # an exchange has landed, and no rank has asked about loads since
         self._lanes: Lanes | None = None
         self._at = (1, 0)  # the exchange to which the ranks come, and after how many steps
         self._before: list[torch.Tensor] | None = None  # the weights, when the program loads others
@@ -232,7 +233,7 @@ class Rounds:
             self._begin_loaded(at)
         elif self._flight is not None:
             self._arrive(self._flight)
-        self._flight, self._changed_at, self._loaded = None, 0, {}
+        self._flight, self._unmet, self._changed_at, self._loaded = None, False, 0, {}
 
     @torch.no_grad()
     def _depart(self) -> None:
@@ -286,7 +287,7 @@ class Rounds:
         self._wait(flight)
         for fragment, whole in zip(self.fragments, flight.wholes, strict=True):
             fragment.outer_step(whole, self.options)
-        flight.wholes, flight.landed = [], True
+        flight.wholes, flight.landed, self._unmet = [], True, True
         if flight.asks:
             self._agree(self._tell())
         elif not self._loaded:  # else the next meeting knows whether the weights are others now
@@ -364,7 +365,7 @@ class Rounds:
         self.land()
         if self.since:
             self.exchange()
-        elif self._flight is not None:
+        elif self._unmet:  # on all ranks; a flight is kept by those that have loaded weights
             with torch.no_grad():
                 self._agree(self._tell())
 
@@ -591,7 +592,7 @@ class Rounds:
             at: [self._filled(fragment, values) for fragment in self.fragments]
             for at, values in state["loaded"].items()
         }
-        self._flight = None
+        self._flight, self._unmet = None, True  # other ranks may have kept a flight
         if (flight := state.get("flight")) is not None:
             self._flight = Flight(
                 []

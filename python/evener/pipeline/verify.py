@@ -16,7 +16,7 @@ A model on the meta device has no values. It is looked at for functions of its o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ Loss = Callable[[Any, Any], torch.Tensor] | None
 
 _SEED = 1234
 _ALIKE = 5e-3
+_SOME = 4096
 
 
 @dataclass
@@ -93,19 +94,23 @@ def verify(
                 f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
                 "give a batch that divides into microbatches along its first dimension",
             ) from error
-        stages = list(staged.run(call, 2))
-        for k, (wanted, found) in enumerate(zip(eager, stages, strict=True)):
-            if said := _differs(captured, wanted, found):
-                where = _first_operation(whole, given, captured, call)
-                raise UsageError(
-                    f"a pipeline of {type(model).__name__} would compute something else: {said}"
-                    f"{' in the second call' if k else ''}{where}",
-                    "keep the forward free of what a trace does not see: counters, caches, hooks, "
-                    "branches on values; train it with evener.zero or FSDP2 otherwise",
-                )
+        said = ""
+        with contextlib.closing(staged.run(call, 2)) as stages:
+            for k, (wanted, found) in enumerate(zip(eager, stages, strict=True)):
+                if said := _differs(captured, wanted, found):
+                    said += " in the second call" if k else ""
+                    break
+                wanted.gradients.clear()
+                found.gradients.clear()
+        if said:
+            where = _first_operation(whole, given, captured, call)
+            raise UsageError(
+                f"a pipeline of {type(model).__name__} would compute something else: {said}{where}",
+                "keep the forward free of what a trace does not see: counters, caches, hooks, "
+                "branches on values; train it with evener.zero or FSDP2 otherwise",
+            )
         if both is not None and whole_batches:
             _refuse_counting(_counting(whole, eager[0].buffers, call, both))
-        del eager, stages
         return Verified(_evaluates(whole, given, staged, call, several=both is not None))
 
 
@@ -117,25 +122,31 @@ def _given(call: Example) -> tuple[Any, ...]:
 
 
 def _eager(whole: Trained, given: tuple[Any, ...]) -> Iterator[Pass]:
-    """Two calls, the second without gradients: what a model counts shows in it."""
+    """Two calls: what a model counts shows in the second, of whose gradients some values do."""
     trained = {n: p for n, p in whole.named_parameters() if p.requires_grad}
     with as_it_was(whole), values_kept(whole):
         for k in range(2):
             torch.manual_seed(_SEED + k)
-            with torch.set_grad_enabled(k == 0):
-                value = whole(*given)
+            value = whole(*given)
             _refuse_functions(value)
-            gradients = _gradients(value, trained)
+            gradients = _gradients(value, trained, _SOME if k else None)
             yield Pass(value.detach().clone(), gradients,
                        {n: b.detach().clone() for n, b in whole.named_buffers()})  # fmt: skip
 
 
-def _gradients(value: torch.Tensor, of: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _gradients(
+    value: torch.Tensor, of: Mapping[str, torch.Tensor], most: int | None = None
+) -> dict[str, torch.Tensor]:
+    """The gradients of `of`; of each the first `most` values alone."""
     if not value.requires_grad:
         return {}
     found = torch.autograd.grad(value, list(of.values()), allow_unused=True)
+
+    def part(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.detach() if most is None else gradient.flatten()[:most].clone()
+
     return {
-        name: (g.to_dense() if g.is_sparse else g).detach()
+        name: part(g.to_dense() if g.is_sparse else g)
         for name, g in zip(of, found, strict=True)
         if g is not None
     }
@@ -182,16 +193,17 @@ class _Staged:
             for s in range(len(cuts) + 1)
         ]
 
-    def run(self, call: Example, passes: int, grad: bool = True) -> Iterator[Pass]:
+    def run(self, call: Example, passes: int, grad: bool = True) -> Generator[Pass, None, None]:
         leaves = dict(zip(self.split.input_names, self.captured.flatten(call), strict=True))
         with as_it_was(*self.modules), values_kept(self.whole, *self.modules):
             for k in range(passes):
                 torch.manual_seed(_SEED + k)
-                with torch.set_grad_enabled(grad and k == 0):
+                with torch.set_grad_enabled(grad):
                     value = self._forward(leaves, call.rows)
                 buffers = {n: b.detach().clone() for m in self.modules
                            for n, b in m.named_buffers()}  # fmt: skip
-                yield Pass(value.detach().clone(), self._gradients(value), buffers)
+                gradients = self._gradients(value, _SOME if k else None)
+                yield Pass(value.detach().clone(), gradients, buffers)
 
     def _forward(self, leaves: dict[str, Any], rows: int) -> torch.Tensor:
         crossing: tuple[torch.Tensor, ...] = ()
@@ -204,7 +216,7 @@ class _Staged:
             crossing = module(*crossing, **leaves)
         return crossing[0]
 
-    def _gradients(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _gradients(self, value: torch.Tensor, most: int | None) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         several = {
             f"{s} {n}": p
@@ -212,7 +224,7 @@ class _Staged:
             for n, p in module.named_parameters()
             if p.requires_grad
         }
-        for name, gradient in _gradients(value, several).items():
+        for name, gradient in _gradients(value, several, most).items():
             used = name.partition(" ")[2]
             found[used] = found[used] + gradient if used in found else gradient
         return found
