@@ -34,7 +34,7 @@ from harness.records import RESULTS
 from zero_models import GB, HYPER, Driver, forget_peaks, host_peak, memory, place, timed, value_of
 
 from evener import zero
-from evener.zero.budget import resident_now
+from evener.base.budget import resident_now
 from evener.zero.probe import LIBRARIES
 
 PEERS = ("llama 2.7B", "qwen3 4B", "mixtral 2.2B", "t5 3B")

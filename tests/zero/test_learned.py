@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from evener import zero
+from evener.base.budget import Budget
 from evener.zero import learned
-from evener.zero.budget import Budget
 from evener.zero.config import read
 from evener.zero.meter import PER_CORE, inside
 from evener.zero.planner import WORKSPACE, Machine, Part, Plan, Work, plan

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from evener import zero
+from evener.base.budget import Budget
 from evener.errors import UsageError
 from evener.zero import form as forms
-from evener.zero.budget import Budget
 from evener.zero.config import ConfigError, read
 from evener.zero.planner import Machine, Part, Work, plan
 from evener.zero.profile import Held, Moment, Profile, peaks

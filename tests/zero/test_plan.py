@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener import zero
+from evener.base import budget as budgets
+from evener.base.budget import Budget
 from evener.errors import UsageError
 from evener.tools.plan.memory import plan_memory
-from evener.zero import budget as budgets
 from evener.zero import machines, shapes
-from evener.zero.budget import Budget
 from evener.zero.form import Form, names
 from evener.zero.planner import Machine, Part, Work, _need, plan
 from evener.zero.profile import Profile

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from evener.base.budget import Budget
 from evener.zero import api
-from evener.zero.budget import Budget
 from evener.zero.config import read
 from evener.zero.planner import Machine
 from evener.zero.planning import cut_and_trace

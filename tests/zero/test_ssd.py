@@ -20,9 +20,9 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from evener import zero
+from evener.base.budget import Budget, place
 from evener.errors import EvenerError
 from evener.zero import ssd
-from evener.zero.budget import Budget, place
 from evener.zero.planner import Machine, Part, Work, plan
 from evener.zero.store import Formats
 from tests.zero.models import Model, Plain, batches, loss_of

@@ -6,10 +6,10 @@ planned from what this machine measures.
     loss = engine(x); engine.backward(loss); engine.step()
 """
 
+from evener.base.budget import Budget
 from evener.zero import report
 from evener.zero.api import ZeroOptimizer, initialize, plan
 from evener.zero.boundary import NoRoomError
-from evener.zero.budget import Budget
 from evener.zero.checkpoint import CheckpointError, Save
 from evener.zero.checkpoint import begin as begin_checkpoint
 from evener.zero.checkpoint import load as load_checkpoint

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from evener.base import budget as budgets
 from evener.base.given import given
 from evener.errors import UsageError
-from evener.zero import budget as budgets
 from evener.zero import device as devices
 from evener.zero import moments, rules, schedule, shapes, ssd
 from evener.zero.activations import Offload

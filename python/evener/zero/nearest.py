@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from evener.zero import budget as budgets
+from evener.base import budget as budgets
 from evener.zero.config import Config
 from evener.zero.planner import Fit, Machine, Plan
 from evener.zero.planning import plan_units

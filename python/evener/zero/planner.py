@@ -39,7 +39,7 @@ from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from evener.zero.budget import Budget
+from evener.base.budget import Budget
 from evener.zero.form import Form
 from evener.zero.host import pages
 from evener.zero.profile import Held, Profile, peaks, step_seconds

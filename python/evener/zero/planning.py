@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from evener.base import budget as budgets
 from evener.errors import EvenerError
-from evener.zero import budget as budgets
 from evener.zero import shapes
 from evener.zero.config import Config
 from evener.zero.form import Form

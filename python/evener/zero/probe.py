@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from evener.base import optimizers as _optimizers
+from evener.base.budget import resident_now
 from evener.base.given import given
-from evener.zero.budget import resident_now
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import CudaDevice, Device, SimulatedDevice
 from evener.zero.host import HostMemory, pages

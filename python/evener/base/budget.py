@@ -14,7 +14,7 @@ from pathlib import Path
 from evener.base.units import has_unit, parse_size
 from evener.errors import UsageError
 
-logger = logging.getLogger("evener.zero")
+logger = logging.getLogger("evener")
 
 KEEP = 0.95
 """Share of the free host memory that `auto` takes: the rest is for the interpreter and files."""
