@@ -72,6 +72,7 @@ USES = {
 # Modules that may be entered although no `__all__` names them: `import *` must not load them.
 OPEN = {
     "evener.zero.command",  # what `evener plan-memory` does; tools.plan has its options
+    "evener.embedding.planning",  # the same for tables
     "evener.pipeline.command",
     "evener.embedding.tensorflow._library",  # where TensorFlow's operations lie
     "evener.embedding.tensorflow._variable",  # Horovod gives ranks the rows of its tables

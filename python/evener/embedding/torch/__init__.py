@@ -17,6 +17,7 @@ from evener.embedding.torch.collections import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
+from evener.embedding.torch.describe import describe
 from evener.embedding.torch.jagged import Jagged, JaggedTensor, KeyedTensor
 from evener.embedding.torch.modules import DynamicEmbedding, DynamicEmbeddingBag
 from evener.embedding.torch.optimizer import DynamicOptimizer, clip_grad_norm_, no_sync, tables
@@ -36,6 +37,7 @@ __all__ = [
     "KeyedTensor",
     "Traffic",
     "clip_grad_norm_",
+    "describe",
     "export",
     "fill",
     "load",

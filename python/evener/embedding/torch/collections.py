@@ -104,23 +104,29 @@ class _Collection(nn.Module):
     def __init__(
         self,
         tables: Sequence[Any],
-        make: Callable[[Any, Options, str], _Dynamic],
+        make: Callable[[Any, Options, str, dict[str, Any]], _Dynamic],
         optimizer: Optimizer | Mapping[str, Optimizer] | None,
         prefix: str,
+        rest: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self.configs = list(tables)
         names = [config.name for config in self.configs]
         if not names or not all(names) or len(set(names)) != len(names):
             raise UsageError(f"tables are named {names}", "give each table a name of its own")
-        if isinstance(optimizer, Mapping) and (unknown := set(optimizer) - set(names)):
-            raise UsageError(
-                f"there is an optimizer for {', '.join(sorted(unknown))}, and no such table",
-                f"tables are {', '.join(names)}",
-            )
+        for what, each in {"optimizer": optimizer, **rest}.items():
+            if isinstance(each, Mapping) and (unknown := set(each) - set(names)):
+                raise UsageError(
+                    f"{what} for {', '.join(map(str, unknown))} is given, and no such table",
+                    f"tables are {', '.join(names)}",
+                )
+        self._rest = rest
         self._modules_of: list[_Dynamic] = []
         for config in self.configs:
             self._modules_of.append(self._made(config, make, optimizer, prefix))
+        # What training has looked up, for `describe`: ids and samples of each table's features.
+        self.seen = {c.name: [[0, 0] for _ in c.feature_names] for c in self.configs}
+        self.steps_seen, self._last = 0, -1
         used = [name for config in self.configs for name in config.feature_names]
         self._shared = {name for name in used if used.count(name) > 1}
 
@@ -142,7 +148,12 @@ class _Collection(nn.Module):
         options = Options(config.embedding_dim, dtype=_DTYPES[kind], init=init)
         if own is not None:
             options = dataclasses.replace(options, optimizer=own)
-        module: _Dynamic = make(config, options, prefix + config.name)
+        rest = {
+            what: each[config.name] if isinstance(each, Mapping) else each
+            for what, each in self._rest.items()
+            if not isinstance(each, Mapping) or config.name in each
+        }
+        module: _Dynamic = make(config, options, prefix + config.name, rest)
         _ = module.table.sharded  # all ranks meet here, whether they have rows already or not
         if fills is not None and not len(module.store):
             weight = torch.empty(config.num_embeddings, config.embedding_dim)
@@ -193,8 +204,20 @@ class _Collection(nn.Module):
             keys, inverse = module._unique(given, ids)
             asked.append((module.table, keys))
             rest.append((inverse, ids))
-        values = lookups.look(asked, self._modules_of[0]._train())
+        train = self._modules_of[0]._train()
+        if train:
+            self._count(parts)
+        values = lookups.look(asked, train)
         return [(each, *more) for each, more in zip(values, rest, strict=True)]
+
+    def _count(self, parts: list[list[JaggedTensor]]) -> None:
+        step = self._modules_of[0].table.step
+        self.steps_seen += step != self._last
+        self._last = step
+        for config, own in zip(self.configs, parts, strict=True):
+            for count, feature in zip(self.seen[config.name], own, strict=True):
+                count[0] += feature.values().numel()
+                count[1] += feature.lengths().numel()
 
     def prefetch(self, features: Any) -> None:
         """Begin to fetch the rows of the next training batch, while this one trains.
@@ -233,12 +256,12 @@ class EmbeddingBagCollection(_Collection):
         is_weighted: multiply rows by the weights of the input; with pooling SUM.
         optimizer: of all tables, or by the name of a table; default: that of `Options`.
         prefix: before the names of tables, which are those of the process' stores.
-        The rest is as in DynamicEmbedding.
+        The rest is as in DynamicEmbedding, of all tables or by the name of a table.
 
         Raises UsageError for a configuration that cannot be.
         """
 
-        def make(config: Any, options: Options, name: str) -> _Dynamic:
+        def make(config: Any, options: Options, name: str, rest: dict[str, Any]) -> _Dynamic:
             mode = _word(config.pooling).lower()
             if is_weighted and mode != "sum":
                 raise UsageError(
@@ -246,7 +269,7 @@ class EmbeddingBagCollection(_Collection):
                 )
             return DynamicEmbeddingBag(options, name, mode=mode, device=device, **rest)
 
-        super().__init__(tables, make, optimizer, prefix)
+        super().__init__(tables, make, optimizer, prefix, rest)
         self.is_weighted = is_weighted
         self.embedding_bags = _Tables(
             {c.name: module for c, module in zip(self.configs, self._modules_of, strict=True)}
@@ -317,10 +340,10 @@ class EmbeddingCollection(_Collection):
         The rest is as in EmbeddingBagCollection.
         """
 
-        def make(_config: Any, options: Options, name: str) -> _Dynamic:
+        def make(_config: Any, options: Options, name: str, rest: dict[str, Any]) -> _Dynamic:
             return DynamicEmbedding(options, name, device=device, **rest)
 
-        super().__init__(tables, make, optimizer, prefix)
+        super().__init__(tables, make, optimizer, prefix, rest)
         self.need_indices = need_indices
         self.embeddings = _Tables(
             {c.name: module for c, module in zip(self.configs, self._modules_of, strict=True)}

@@ -1,7 +1,7 @@
 """`evener plan-memory` and `evener zero report`: their options.
 
-What they do is in `evener.zero`, which imports torch: that takes seconds, and help and tab
-completion do without it.
+What they do is in `evener.zero`, which imports torch: that takes seconds, and help, tab completion
+and plans of tables (`evener.embedding.planning`) do without it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 import click
+
+from evener.errors import UsageError
+
+# What a plan of tables has no use for; and the default of --batch there.
+_OF_MODELS = (
+    "on",
+    "accumulation",
+    "crossing",
+    "dtype",
+    "moments",
+    "checkpointing",
+    "loss",
+    "chunks",
+)
+_SAMPLES = "8192"
+_DEFAULT = click.core.ParameterSource.DEFAULT
 
 
 @click.command("plan-memory")
@@ -30,7 +46,12 @@ import click
     help="An SSD as third tier, as /mnt/nvme:500GB. Its rate is measured here; with --on it is "
     "taken from ssd=GB/s of the machine (3).",
 )
-@click.option("--batch", default="1x1024", show_default=True, help="Micro-batch: rows x tokens.")
+@click.option(
+    "--batch",
+    default="1x1024",
+    show_default=True,
+    help=f"Micro-batch: rows x tokens. Of tables: samples per rank (default {_SAMPLES}).",
+)
 @click.option("--accumulation", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="GPUs.")
 @click.option(
@@ -75,14 +96,41 @@ import click
 )
 @click.option("--chunks", is_flag=True, help="List every chunk.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
-def plan_memory(**given: Any) -> None:
+@click.pass_context
+def plan_memory(context: click.Context, /, **given: Any) -> None:
     """Whether MODEL fits, where it will live, and how long a step takes.
 
     MODEL is 7b, 8b, 13b or 70b, or Hugging Face's config.json, or its directory. With transformers
     installed its own model is traced, whatever its architecture; without, Llama-shaped ones are
     planned from shapes. This machine is probed first (copies, the CPU optimizer, both at once),
     or --on names one that is not here. GB are 10^9 bytes. Exit status 1: it does not fit.
+
+    MODEL is also the tables of a recommender, a JSON file:
+
+    \b
+      {"tables": [{
+        "name": "items", "num_embeddings": 4000000, "embedding_dim": 64,
+        "feature_names": ["item", "seen"], "ids": [1, 20],
+        "optimizer": "row_wise_adagrad", "dtype": "f32", "zipf": 1.05}]}
+
+    ids are how many of them a sample has, per feature. How often rows are used is "zipf": EXPONENT,
+    or as counted: "snapshot": FOLDER of store.snapshot, or "frequencies": [[times, rows], ...],
+    which evener.embedding.torch.describe(collection, "tables.json") writes. --gpu is what caches
+    may take of each GPU (auto: no cache); --host and --ssd are of a node.
     """
+    from evener.embedding import planning
+
+    if (tables := planning.holds_tables(given["model"])) is not None:
+        by_hand = {name for name in given if context.get_parameter_source(name) != _DEFAULT}
+        for name in _OF_MODELS:
+            if name in by_hand:
+                raise UsageError(
+                    f"--{name} is for models, and this file has tables", "leave it out"
+                )
+        kept = {name: given[name] for name in given if name not in (*_OF_MODELS, "model", "batch")}
+        batch = given["batch"] if "batch" in by_hand else _SAMPLES
+        planning.run(tables, given["model"], batch=batch, **kept)
+        return
     from evener.zero import command
 
     command.run_plan(**given)
