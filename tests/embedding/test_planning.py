@@ -300,6 +300,10 @@ def test_what_a_collection_saw_is_planned(tmp_path: Path) -> None:
         wanted = zipf(3000, 1.05).distinct(draws)
         assert counted[0].use.distinct(draws) == pytest.approx(wanted, rel=0.05)
         assert snapshot[0].use.distinct(draws) == counted[0].use.distinct(draws)
+    (whole,) = (tmp_path / "rows").iterdir()
+    whole.write_bytes(whole.read_bytes()[:-9])
+    with pytest.raises(UsageError, match="rows: "):
+        tables_of({"tables": [again]}, tmp_path, 1)
     fresh = EmbeddingBagCollection([EmbeddingBagConfig(9, 2, "fresh", feature_names=["a"])])
     with pytest.raises(UsageError, match="'fresh' was not trained"):
         describe(fresh, tmp_path / "no.json")
@@ -429,6 +433,7 @@ def test_uses_that_cannot_be_are_refused(use: dict[str, Any], words: str, tmp_pa
         ([GIVEN], ["--batch", "0"], "batch '0'"),
         ([GIVEN], ["--host", "5"], "has no unit"),
         ([GIVEN], ["--ssd", "/not/here"], "is no folder"),
+        ([GIVEN], ["--ssd", ":5GB"], "is no folder"),
         ([GIVEN], ["--between", "fast"], "--between 'fast'"),
         ([GIVEN], ["--on", "h200"], "--on is for models"),
         ([GIVEN], ["--dtype", "bf16"], "--dtype is for models"),

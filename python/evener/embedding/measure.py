@@ -20,7 +20,7 @@ from evener.embedding.store import Store, forget
 SHARDS = Options(1).shards
 _ROWS = 1 << 18  # of a store whose index is read
 _BEYOND = 128 << 20  # bytes of a store whose speed is read: more than the CPU's cache
-_BATCH = 16_384
+_BATCH, _CACHED = 16_384, 256  # rows
 _NUMBERS = itertools.count()
 
 
@@ -49,9 +49,10 @@ def row(options: Options) -> Row:
         # One shard that keeps few rows: others go to its file.
         tier = SsdTier(folder, rows=1)
         small = Options(options.dim, options.dtype, 1, options.optimizer, tier=tier)
+        few = max(1, min(256, (1 << 18) // options.dim))
         with _store(small) as store:
-            for start in range(0, 4096, 256):
-                store.lookup(np.arange(start, start + 256), 1)
+            for keys in np.arange(16 * few).reshape(16, few):
+                store.lookup(keys, 1)
             found = store.stats()
             store.save(Path(folder) / "rows.evs")
             record = files.header(Path(folder) / "rows.evs")["record"]
@@ -87,26 +88,26 @@ def cached(options: Options) -> float:
     from evener.embedding.torch.cache import CachedRows
 
     with _store(options) as store:
-        rows = CachedRows(store, torch.device("cpu"), 1024)
-        rows.read(torch.arange(1024), 1)
+        rows = CachedRows(store, torch.device("cpu"), _CACHED)
+        rows.read(torch.arange(_CACHED), 1)
         tensors = [each for each in vars(rows).values() if isinstance(each, torch.Tensor)]
-        return sum(each.numel() * each.element_size() for each in tensors) / 1024
+        return sum(each.numel() * each.element_size() for each in tensors) / _CACHED
 
 
 @functools.cache
 def speed(options: Options) -> tuple[float, float]:
     """Rows per second that a store looks up, and that it steps, with all threads of this process.
 
-    Keys are different ones of a store beyond the CPU's cache; the best of three batches.
+    Keys are different ones of a store beyond the CPU's cache; the best of eight batches.
     """
-    rows = max(_BATCH, int(_BEYOND / row(options).host))
+    rows = 1 + int(_BEYOND / row(options).host)
     with _store(options) as store:
         keys = np.random.default_rng(0).permutation(rows)
         for start in range(0, rows, 1 << 16):
             store.lookup(keys[start : start + (1 << 16)], 1)
         gradients = np.full((min(_BATCH, rows), options.dim), 1e-3, np.float32)
         looked, stepped = [], []
-        for number in range(2, 5):
+        for number in range(2, 10):
             batch = keys[np.random.default_rng(number).permutation(rows)[: len(gradients)]]
             began = time.perf_counter()
             store.lookup(batch, number)

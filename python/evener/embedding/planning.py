@@ -135,10 +135,14 @@ def _snapshots(folders: list[Path]) -> tuple[np.ndarray, np.ndarray, int]:
     found = []
     for folder in folders:
         store = opened(folder, f"evener-plan-{folder}")
-        store.restore(folder)
+        try:
+            store.restore(folder)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UsageError(f"{folder}: {error}", "give a folder that is whole") from error
+        finally:
+            forget(store.name)
         found += [rows.frequencies for rows in store.export()]
         steps = int(store.stats()["steps"])
-        forget(store.name)
     times, counts = np.unique(np.concatenate(found or [np.empty(0, np.int64)]), return_counts=True)
     return times, counts, steps
 
@@ -147,7 +151,7 @@ def _budget(gpu: str, host: str, ssd: str) -> Budget:
     """Of a node. An SSD need not be here where its size is given."""
     limits: dict[str, str | int] = {"gpu": 0 if gpu == "auto" else gpu, "host": host}
     folder, colon, amount = ssd.rpartition(":")
-    if colon and has_unit(amount):
+    if folder and colon and has_unit(amount):
         return dataclasses.replace(resolve(limits), ssd=size(amount, "ssd"), folder=folder)
     return resolve(limits | ({"ssd": ssd} if ssd else {}))
 

@@ -117,20 +117,21 @@ class _Collection(nn.Module):
         for what, each in {"optimizer": optimizer, **rest}.items():
             if isinstance(each, Mapping) and (unknown := set(each) - set(names)):
                 raise UsageError(
-                    f"{what} for {', '.join(map(str, unknown))} is given, and no such table",
+                    f"there is {what} for {', '.join(map(str, unknown))}, and no such table",
                     f"tables are {', '.join(names)}",
                 )
-        self._rest = rest
         self._modules_of: list[_Dynamic] = []
         for config in self.configs:
-            self._modules_of.append(self._made(config, make, optimizer, prefix))
+            self._modules_of.append(self._made(config, make, optimizer, prefix, rest))
         # What training has looked up, for `describe`: ids and samples of each table's features.
-        self.seen = {c.name: [[0, 0] for _ in c.feature_names] for c in self.configs}
-        self.steps_seen, self._last = 0, -1
+        self._seen = {c.name: [[0, 0] for _ in c.feature_names] for c in self.configs}
+        self._steps_seen, self._last = 0, -1
         used = [name for config in self.configs for name in config.feature_names]
         self._shared = {name for name in used if used.count(name) > 1}
 
-    def _made(self, config: Any, make: Any, optimizer: Any, prefix: str) -> _Dynamic:
+    def _made(
+        self, config: Any, make: Any, optimizer: Any, prefix: str, rest: Mapping[str, Any]
+    ) -> _Dynamic:
         kind = _word(config.data_type)
         if kind not in _DTYPES:
             raise UsageError(
@@ -148,12 +149,12 @@ class _Collection(nn.Module):
         options = Options(config.embedding_dim, dtype=_DTYPES[kind], init=init)
         if own is not None:
             options = dataclasses.replace(options, optimizer=own)
-        rest = {
+        how = {
             what: each[config.name] if isinstance(each, Mapping) else each
-            for what, each in self._rest.items()
+            for what, each in rest.items()
             if not isinstance(each, Mapping) or config.name in each
         }
-        module: _Dynamic = make(config, options, prefix + config.name, rest)
+        module: _Dynamic = make(config, options, prefix + config.name, how)
         _ = module.table.sharded  # all ranks meet here, whether they have rows already or not
         if fills is not None and not len(module.store):
             weight = torch.empty(config.num_embeddings, config.embedding_dim)
@@ -212,10 +213,10 @@ class _Collection(nn.Module):
 
     def _count(self, parts: list[list[JaggedTensor]]) -> None:
         step = self._modules_of[0].table.step
-        self.steps_seen += step != self._last
+        self._steps_seen += step != self._last
         self._last = step
         for config, own in zip(self.configs, parts, strict=True):
-            for count, feature in zip(self.seen[config.name], own, strict=True):
+            for count, feature in zip(self._seen[config.name], own, strict=True):
                 count[0] += feature.values().numel()
                 count[1] += feature.lengths().numel()
 

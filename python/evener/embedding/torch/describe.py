@@ -25,11 +25,11 @@ def describe(
     Gives what it writes: {"tables": [...]}. On several ranks it is collective, the counts are those
     of all, and rank 0 writes. Raises UsageError where nothing was trained.
     """
-    steps, tables = collection.steps_seen, []
+    steps, tables = collection._steps_seen, []
     for config, module in zip(collection.configs, collection._modules_of, strict=True):
         table = module.table
         ranks = 1 if table.sharded is None else table.sharded.size
-        ids, samples = np.array(collection.seen[config.name]).T
+        ids, samples = np.array(collection._seen[config.name]).T
         if not samples.all():
             raise UsageError(
                 f"table {config.name!r} was not trained", "describe it after some steps"

@@ -12,17 +12,8 @@ import click
 
 from evener.errors import UsageError
 
-# What a plan of tables has no use for; and the default of --batch there.
-_OF_MODELS = (
-    "on",
-    "accumulation",
-    "crossing",
-    "dtype",
-    "moments",
-    "checkpointing",
-    "loss",
-    "chunks",
-)
+# The options of a plan of tables, and the default of --batch there.
+_OF_TABLES = {"gpu", "host", "ssd", "batch", "ranks", "nodes", "between", "as_json"}
 _SAMPLES = "8192"
 _DEFAULT = click.core.ParameterSource.DEFAULT
 
@@ -122,14 +113,12 @@ def plan_memory(context: click.Context, /, **given: Any) -> None:
 
     if (tables := planning.holds_tables(given["model"])) is not None:
         by_hand = {name for name in given if context.get_parameter_source(name) != _DEFAULT}
-        for name in _OF_MODELS:
-            if name in by_hand:
-                raise UsageError(
-                    f"--{name} is for models, and this file has tables", "leave it out"
-                )
-        kept = {name: given[name] for name in given if name not in (*_OF_MODELS, "model", "batch")}
-        batch = given["batch"] if "batch" in by_hand else _SAMPLES
-        planning.run(tables, given["model"], batch=batch, **kept)
+        for name in sorted(by_hand - _OF_TABLES - {"model"}):
+            raise UsageError(f"--{name} is for models, and this file has tables", "leave it out")
+        kept = {name: given[name] for name in _OF_TABLES}
+        if "batch" not in by_hand:
+            kept["batch"] = _SAMPLES
+        planning.run(tables, given["model"], **kept)
         return
     from evener.zero import command
 
