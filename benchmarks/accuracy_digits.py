@@ -11,10 +11,7 @@ scikit-learn: 1,797 pictures of 8 x 8, nothing to download.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import statistics
-import tempfile
+import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -122,31 +119,18 @@ def train(rank: int, size: int, variant: Variant, seed: int, epochs: int) -> dic
     return {"seed": seed, "accuracy": 100 * right, "train_loss": loss}
 
 
-def summary(values: Sequence[float], exact: Sequence[float]) -> dict[str, float]:
-    """Mean, and the paired difference to `exact` with its half interval, in points."""
-    differences = [a - b for a, b in zip(values, exact, strict=True)]
-    return {
-        "accuracy": statistics.mean(values),
-        "spread": statistics.stdev(values) if len(values) > 1 else 0.0,
-        "difference": statistics.mean(differences),
-        "interval": harness.interval(differences),
-    }
-
-
-def _rank(
-    rank: int, ranks: int, address: str, chosen: list[Variant], seeds: int, epochs: int, out: Any
-) -> None:
-    os.environ.update(NCCL_HOSTID=f"node{rank}", EVENER_LOG="warning")
+def be_a_rank(given: argparse.Namespace, chosen: list[Variant]) -> None:
+    """Train all variants; rank 0 says what came of each."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     for variant in chosen:
-        for seed in range(seeds):
+        for seed in range(given.seeds):
             began = time.perf_counter()
-            figures = train(rank, ranks, variant, seed, epochs)
+            figures = train(rank, ranks, variant, seed, given.epochs)
+            seconds = time.perf_counter() - began
             if rank == 0:
-                out.put((variant, {**figures, "seconds": time.perf_counter() - began}))
-    if rank == 0:
-        out.put(None)
+                harness.say(of=[variant.optimizer, variant.name], seconds=seconds, **figures)
     dist.destroy_process_group()
 
 
@@ -157,10 +141,10 @@ def table(
     rows = []
     for variant in chosen:
         runs = results.get((variant.optimizer, variant.name), [])
-        exact = [run["accuracy"] for run in results.get((variant.optimizer, "exact"), [])]
+        exact = results.get((variant.optimizer, "exact"), [])
         if runs and len(runs) == len(exact):
-            figures = summary([run["accuracy"] for run in runs], exact)
-            rows.append({**asdict(variant), **figures, "runs": runs})
+            by_seed = ({run["seed"]: run["accuracy"] for run in each} for each in (runs, exact))
+            rows.append({**asdict(variant), **harness.paired(*by_seed), "runs": runs})
     return rows
 
 
@@ -175,6 +159,7 @@ def main() -> None:
         help="check forms every so many steps; past a limit a milder one takes over (0: never)",
     )  # fmt: skip
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     asked = {name for name in given.only.split(",") if name}
     chosen = [v for v in VARIANTS if not asked or f"{v.optimizer}:{v.name}" in asked]
@@ -182,33 +167,33 @@ def main() -> None:
     chosen = [
         v for v in VARIANTS if v in chosen or (v.mode == "exact" and v.optimizer in optimizers)
     ]
-    context = multiprocessing.get_context("spawn")
+    if given.rank:
+        be_a_rank(given, chosen)
+        return
     results: dict[tuple[str, str], list[dict[str, float]]] = {}
-    share = BATCH // given.ranks
-    setup = {"ranks": given.ranks, "batch": share, "test": TEST, "epochs": given.epochs}
-    with tempfile.TemporaryDirectory() as folder:
-        out = context.Queue()
-        # The ranks inherit it.
-        os.environ.update(ENVIRONMENT, EVENER_GUARD_STEPS=str(given.guard_steps))
-        arguments = (given.ranks, f"{folder}/store", chosen, given.seeds, given.epochs, out)
-        ranks = [context.Process(target=_rank, args=(r, *arguments)) for r in range(given.ranks)]
-        for process in ranks:
-            process.start()
-        while (item := out.get(timeout=600)) is not None:
-            variant, figures = item
-            results.setdefault((variant.optimizer, variant.name), []).append(figures)
-            # What is measured stays, whatever happens.
-            harness.keep(given, setup=setup, rows=table(chosen, results))
-            print(
-                f"{variant.optimizer:6} {variant.name:26} seed {figures['seed']}: "
-                f"{figures['accuracy']:6.2f}%  {figures['seconds']:5.1f} s",
-                flush=True,
-            )
-        for process in ranks:
-            process.join()
-    keys = ("optimizer", "name", "accuracy", "spread", "difference", "interval")
+    setup = {"ranks": given.ranks, "batch": BATCH // given.ranks, "test": TEST}
+
+    def heard(said: dict[str, Any]) -> None:
+        optimizer, name = said.pop("of")
+        results.setdefault((optimizer, name), []).append(said)
+        # What is measured stays, whatever happens.
+        harness.keep(given, setup=setup, rows=table(chosen, results))
+        print(
+            f"{optimizer:6} {name:26} seed {said['seed']}: {said['accuracy']:6.2f}%  "
+            f"{said['seconds']:5.1f} s",
+            flush=True,
+        )
+
+    env = {**ENVIRONMENT, "EVENER_GUARD_STEPS": str(given.guard_steps), "EVENER_LOG": "warning"}
+    words = harness.arguments_of(given, "seeds", "epochs", "only")
+    job = harness.ranks(*words, "--rank", count=given.ranks, limit=7200, env=env, heard=heard)
+    if job.failed:
+        raise SystemExit(job.failed)
+    keys = ("optimizer", "name", "mean", "spread", "difference", "interval")
     heads = ["", "form", "accuracy, %", "seeds' spread", "against exact", "95% interval +-"]
-    print("\n" + harness.show(heads, ([row[k] for k in keys] for row in table(chosen, results))))
+    print(
+        "\n" + harness.show(heads, ([row.get(k) for k in keys] for row in table(chosen, results)))
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ a guard that looks and does nothing, so that each is what it says to the end. `g
 form, forced as a user forces it, with the guard as a user gets it. `auto`, `auto:int8`,
 `auto:topk`: the planner with its default floor or that one, and everything else as a user gets it;
 each in a simulated network of its own (`--network`), because it chooses by what it finds. What it
-chose is in the JSON, and so is what the guard saw. `again`: exact a second time, for what two equal
-runs differ by on this device.
+chose is in the JSON, and so is what the guard saw.
 
 On one GPU both ranks of a world share it: NCCL takes them for two hosts, and what crosses goes by
 way of host memory (EVENER_OUTER=staged), so that no kernel waits on the GPU for the other's turn.
@@ -31,7 +30,7 @@ other. On a CPU, `--tiny --steps 20` shows that it works and no more.
 
 from __future__ import annotations
 
-import collections
+import argparse
 import csv
 import importlib.util
 import json
@@ -56,10 +55,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.comm import groups
 from evener.ddp import accelerate
-from evener.errors import EvenerError
-from evener.tools.bench.train import lab
-from evener.tools.bench.train.agent import die_with_parent
-from evener.tools.bench.train.clusters import Cluster, Loopback
 from evener.tools.bench.train.transformers import GPT, Shape
 
 # layers, heads, width, context, rows of a batch
@@ -74,7 +69,7 @@ AS_IT_SAYS = {
 
 
 class Job(NamedTuple):
-    """One training. `mode`: a form, `auto` or `auto:FLOOR`, or `again`: exact a second time."""
+    """One training. `mode`: a form, `guard:FORM`, `auto` or `auto:FLOOR`."""
 
     mode: str
     seed: int
@@ -109,7 +104,7 @@ def batch(
 
 
 def prepare(
-    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, mode: str, ratio: float
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, mode: str
 ) -> DistributedDataParallel:
     """Accelerated as `mode` says."""
     kind, _, form = mode.partition(":")
@@ -117,10 +112,10 @@ def prepare(
         for name in AS_IT_SAYS:
             os.environ.pop(name, None)
         if kind == "guard":
-            return accelerate(model, optimizer, mode=form, ratio=ratio)
-        return accelerate(model, optimizer, mode="auto", floor=form or None, ratio=ratio)
+            return accelerate(model, optimizer, mode=form)
+        return accelerate(model, optimizer, mode="auto", floor=form or None)
     os.environ.update(AS_IT_SAYS)
-    return accelerate(model, wire="exact" if kind == "again" else kind, ratio=ratio)
+    return accelerate(model, wire=kind)
 
 
 def forms(model: Any) -> dict[str, float]:
@@ -160,7 +155,7 @@ def train(rank: int, job: Job, given: dict[str, Any], symbols: torch.Tensor) -> 
     decayed = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(decayed, lr=1e-3, betas=(0.9, 0.95))
     wrapped = DistributedDataParallel(net, device_ids=[device] if gpu else None)
-    model: Any = prepare(wrapped, optimizer, job.mode, given["ratio"])
+    model: Any = prepare(wrapped, optimizer, job.mode)
     steps = given["steps"]
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -206,7 +201,6 @@ def train(rank: int, job: Job, given: dict[str, Any], symbols: torch.Tensor) -> 
 
 def be_a_rank(given: dict[str, Any]) -> None:
     """One rank of one world: make its trainings."""
-    die_with_parent()
     rank = int(os.environ["RANK"])
     os.environ["EVENER_LOG"] = "warning"
     shared = torch.cuda.device_count() == 1
@@ -236,49 +230,23 @@ def be_a_rank(given: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-class World(NamedTuple):
-    """Two ranks, each the only one of its node, and their trainings."""
-
-    name: str
-    cluster: Cluster
-    jobs: list[Job]
-    near: bool
-
-
 def run(
-    worlds: list[World], given: dict[str, Any], limit: float,
-    on_done: Callable[[dict[str, Any]], None],
-) -> list[str]:  # fmt: skip
-    """Make all trainings that fit into `limit` seconds; how each world ended that was not done.
+    mode: str, jobs: list[Job], given: argparse.Namespace, heard: Callable[[dict[str, Any]], None]
+) -> str:
+    """Make the trainings of one world; how it ended, where not all were made.
 
-    `on_done` is told of each training, from one thread at a time.
+    `mode`: near, where what is measured is not the network, or an `auto` one, in a lab.
     """
-    lock = threading.Lock()
-
-    def one(world: World) -> str:
-        tail: collections.deque[str] = collections.deque(maxlen=25)
-
-        def on_line(_rank: int, _stream: str, line: str) -> None:
-            if line.startswith(harness.MARK):
-                with lock:
-                    found = json.loads(line.removeprefix(harness.MARK))
-                    on_done({**found, "world": world.name})
-            else:
-                tail.append(line)
-
-        told = {**given, "jobs": world.jobs, "near": world.near}
-        argv = [sys.executable, str(Path(__file__).resolve()), "--world", json.dumps(told)]
-        try:
-            status = world.cluster.run(argv, on_line, limit)
-            how = "stopped at the limit" if status == 124 else f"ended with status {status}"
-        except EvenerError as error:
-            how, status = error.problem, 1
-        if status:
-            print("\n".join([f"{world.name}: {how}", *tail]), file=sys.stderr)
-        return f"{world.name}: {how}" if status else ""
-
-    with ThreadPoolExecutor(len(worlds)) as pool:
-        return [how for how in pool.map(one, worlds) if how]
+    near = mode == "near"
+    told = {"steps": given.steps, "tiny": given.tiny, "jobs": jobs, "near": near}
+    told["text"] = str(given.text.resolve()) if given.text else ""
+    words = ["--world", json.dumps(told)]
+    if near:
+        job = harness.ranks(*words, limit=given.limit, heard=heard)
+    else:
+        argv = [sys.executable, str(Path(__file__).resolve()), *words]
+        job = harness.in_lab(given.network, argv, limit=given.limit, heard=heard)
+    return f"{mode}: {job.failed}" if job.status else ""
 
 
 def rows(done: list[dict[str, Any]], modes: list[str]) -> list[dict[str, Any]]:
@@ -294,16 +262,9 @@ def rows(done: list[dict[str, Any]], modes: list[str]) -> list[dict[str, Any]]:
     spread = statistics.stdev(exact.values()) if len(exact) > 1 else math.nan
     made = []
     for mode, losses in by_mode.items():
-        pairs = [loss - exact[seed] for seed, loss in losses.items() if seed in exact]
         row: dict[str, Any] = {"mode": mode, "seeds": sorted(losses), "keeps": None}
-        if losses:
-            row["loss"] = statistics.mean(losses.values())
-        if len(losses) > 1:
-            row["spread"] = statistics.stdev(losses.values())
-        if pairs:
-            row["difference"] = statistics.mean(pairs)
-        if len(pairs) > 1:
-            row["interval"] = harness.interval(pairs)
+        row |= harness.paired(losses, exact)
+        if "interval" in row:
             row["keeps"] = row["difference"] <= spread
         row["runs"] = [one for one in done if one["mode"] == mode]
         made.append(row)
@@ -349,7 +310,7 @@ def show(made: list[dict[str, Any]], seeds: int) -> None:
         for one in row["runs"]:
             for name, size in one["forms_mb"].items():
                 sent[name] = sent.get(name, 0.0) + size / len(row["runs"])
-        figures = [row.get(key) for key in ("loss", "spread", "difference", "interval")]
+        figures = [row.get(key) for key in ("mean", "spread", "difference", "interval")]
         chosen = ", ".join(f"{name} {size:.1f} MB" for name, size in sent.items())
         shown.append([row["mode"], f"{len(row['seeds'])}/{seeds}", *figures, chosen])
     heads = ["mode", "seeds", "loss", "spread", "against exact", "95% interval +-", "sent"]
@@ -365,7 +326,6 @@ def main() -> None:
     parser.add_argument("--modes", default="exact,fp16,int8,topk,auto,auto:int8,auto:topk")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--ratio", type=float, default=0.01)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tiny", action="store_true")
     # A rank keeps about three cores busy at times.
@@ -379,37 +339,34 @@ def main() -> None:
     # A whole seed after another: what is there at the limit can be compared.
     jobs = [Job(mode, seed) for seed in range(given.seeds) for mode in modes]
     near = [job for job in jobs if not job.mode.startswith("auto")]
-    networks = {}
-    worlds = [
-        World(f"near {n}", Loopback(2, 1), near[n :: given.parallel], True)
-        for n in range(min(given.parallel, len(near)))
+    worlds = [("near", near[n :: given.parallel]) for n in range(min(given.parallel, len(near)))]
+    worlds += [
+        (mode, [job for job in jobs if job.mode == mode])
+        for mode in modes
+        if mode.startswith("auto")
     ]
-    for mode in modes:
-        if mode.startswith("auto"):
-            cluster, why = lab.make(given.network)
-            worlds.append(World(mode, cluster, [job for job in jobs if job.mode == mode], False))
-            networks[mode] = f"loopback, not {given.network}: {why}" if why else given.network
     done: list[dict[str, Any]] = []
     began = time.monotonic()
+    lock = threading.Lock()
 
     def write(notes: list[str]) -> None:
         finished = {(one["mode"], one["seed"]) for one in done}
         unfinished = [f"{job.mode} seed {job.seed}" for job in jobs if job not in finished]
         made = rows(done, modes)
         harness.keep(
-            given, characters=characters, networks=networks, seconds=time.monotonic() - began,
-            notes=notes, unfinished=unfinished, verdicts=verdicts(made), rows=made,
+            given, characters=characters, seconds=time.monotonic() - began, notes=notes,
+            unfinished=unfinished, verdicts=verdicts(made), rows=made,
         )  # fmt: skip
 
-    def on_done(one: dict[str, Any]) -> None:
-        done.append(one)
-        write(["it was still running"])  # what is measured stays, whatever happens
-        print(f"{one['mode']:12} seed {one['seed']}: held-out loss {one['loss']:.4f}, "
-              f"{one['seconds']:.1f} s", flush=True)  # fmt: skip
+    def heard(one: dict[str, Any]) -> None:
+        with lock:
+            done.append(one)
+            write(["it was still running"])  # what is measured stays, whatever happens
+            print(f"{one['mode']:12} seed {one['seed']}: held-out loss {one['loss']:.4f}, "
+                  f"{one['seconds']:.1f} s", flush=True)  # fmt: skip
 
-    told = {"steps": given.steps, "tiny": given.tiny, "ratio": given.ratio}
-    told["text"] = str(given.text.resolve()) if given.text else ""
-    notes = run(worlds, told, given.limit, on_done)
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        notes = [how for how in pool.map(lambda one: run(*one, given, heard), worlds) if how]
     write(notes)
     made = rows(done, modes)
     show(made, given.seeds)

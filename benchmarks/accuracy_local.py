@@ -21,7 +21,6 @@ import argparse
 import json
 import math
 import os
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -115,19 +114,14 @@ def be_a_rank(given: argparse.Namespace) -> None:
 
 def rows(done: list[dict[str, Any]], columns: list[str]) -> list[dict[str, Any]]:
     """A row a column."""
-    by = {(one["column"], one["seed"]): one["loss"] for one in done}
+    base = {one["seed"]: one["loss"] for one in done if one["column"] == "ddp"}
     made = []
     for column in columns:
         mine = [one for one in done if one["column"] == column]
-        pairs = [one["loss"] - by["ddp", one["seed"]] for one in mine if ("ddp", one["seed"]) in by]
         row: dict[str, Any] = {"column": column, "runs": mine}
+        row |= harness.paired({one["seed"]: one["loss"] for one in mine}, base)
         if mine:
-            row["loss"] = statistics.mean(one["loss"] for one in mine)
             row["sent_bytes"] = mine[0]["sent_bytes"]
-        if pairs:
-            row["difference"] = statistics.mean(pairs)
-        if len(pairs) > 1:
-            row["interval"] = harness.interval(pairs)
         made.append(row)
     return made
 
@@ -158,7 +152,7 @@ def main() -> None:
     shown = [
         [
             row["column"],
-            f"{row['loss']:.3f}",
+            f"{row['mean']:.3f}",
             "" if row["column"] == "ddp" else f"{row.get('difference', math.nan):+.3f}",
             "" if row["column"] == "ddp" else f"{row.get('interval', math.nan):.3f}",
             f"{row['sent_bytes'] / 1e3:.1f}",

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import harness
+
 WAYS = ("plain", "compiled", "dynamic", "buckets", "buckets again")
 WIDTH, LAYERS = 256, 4
 
@@ -65,9 +67,7 @@ def in_tensorflow(way: str, steps: int) -> dict[str, Any]:
     else:
         jit = True if way != "plain" else None
         run = tf.function(step, jit_compile=jit, reduce_retracing=way != "compiled")
-    seconds, loss = timed(
-        lambda size: run(tf.ones([size, WIDTH]), tf.ones([size, 1])), steps, lambda out: float(out)
-    )
+    seconds, loss = timed(lambda size: run(tf.ones([size, WIDTH]), tf.ones([size, 1])), steps)
     found = {"seconds": seconds, "loss": loss, "traces": traces}
     if way in ("compiled", "dynamic"):
         found["forms"] = len(set(sizes(steps)))  # XLA compiles a module per size
@@ -105,19 +105,17 @@ def in_torch(way: str, steps: int) -> dict[str, Any]:
         optimizer.step()
         return loss
 
-    seconds, loss = timed(step, steps, lambda out: float(out))
+    seconds, loss = timed(step, steps)
     found = {"seconds": seconds, "loss": loss, "forms": counters["stats"]["unique_graphs"]}
     return described(found, model.forward if way.startswith("buckets") else None)
 
 
-def timed(
-    step: Callable[[int], Any], steps: int, number: Callable[[Any], float]
-) -> tuple[float, float]:
+def timed(step: Callable[[int], Any], steps: int) -> tuple[float, float]:
     """Seconds of all steps, and the last loss."""
     begun = time.perf_counter()
     loss = 0.0
     for size in sizes(steps):
-        loss = number(step(size))
+        loss = float(step(size))
     return time.perf_counter() - begun, loss
 
 
@@ -145,8 +143,6 @@ def described(found: dict[str, Any], function: Any) -> dict[str, Any]:
 
 def process(framework: str, way: str, steps: int, folder: Path) -> dict[str, Any]:
     """Measure in a new process."""
-    import harness
-
     mine = folder if way.startswith("buckets") else folder / way
     environment = {
         "EVENER_COMPILE_DIR": str(mine),
@@ -164,8 +160,6 @@ def process(framework: str, way: str, steps: int, folder: Path) -> dict[str, Any
 
 def main() -> None:
     """Run all, print a table."""
-    import harness
-
     parser = harness.arguments(__doc__)
     parser.add_argument("--framework", choices=["tensorflow", "torch"], action="append")
     parser.add_argument("--way", choices=WAYS, action="append")

@@ -8,13 +8,11 @@ Adagrad), with the initial values that the store would give. Hashed: ids modulo 
 Drift: ten days with new ids every day. A table that keeps all against one that admits a key when
 it has come twice, one that evicts what no step updated for three days, one that does both, the
 same with zeros instead of first values until a key is let in, the same with five days, and one
-that admits and holds at most this many rows. `--drift-json` writes these figures alone; `--add`
-keeps the seeds that are in it, so that one seed can be run at a time.
+that admits and holds at most this many rows. `--drift-json` writes these figures alone.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -117,7 +115,7 @@ def static(seed: int, samples: int) -> dict[str, float]:
     return found
 
 
-def drift(seed: int, samples: int, days: int, rows: int, only: list[str]) -> dict[str, Any]:
+def drift(seed: int, samples: int, days: int, rows: int) -> dict[str, Any]:
     """Keep all against admission and eviction."""
     found: dict[str, Any] = {}
     steps = samples // BATCH
@@ -133,8 +131,6 @@ def drift(seed: int, samples: int, days: int, rows: int, only: list[str]) -> dic
         "bounded": {"admission": Counter(2), "eviction": Lru(rows), "evict_every": often},
     }
     for name, how in ways.items():
-        if only and name not in only:
-            continue
         embedding = DynamicEmbedding(options(seed, **how), f"drift-{name}-{seed}")
         model, optimizer = built(embedding, seed)
         scores, labels, most = [], [], 0
@@ -166,22 +162,16 @@ def main() -> None:
     parser.add_argument("--days", type=int, default=10)
     parser.add_argument("--per-day", type=int, default=30_000)
     parser.add_argument("--rows", type=int, default=40_000, help="the bound in drift")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--ways", nargs="+", default=[], help="of drift, beside 'keeps all'")
-    parser.add_argument("--add", action="store_true", help="to the drift that is in --drift-json")
     parser.add_argument("--drift-json", type=Path, help="drift alone")
     given = parser.parse_args()
     began = time.perf_counter()
     runs: list[dict[str, float]] = []
     drifts: list[dict[str, Any]] = []
-    if given.add and given.drift_json.exists():
-        drifts = json.loads(given.drift_json.read_text(encoding="utf-8"))["drift"]
-    only = ["keeps all", *given.ways] if given.ways else []
     for seed in range(0 if given.drift_json else given.seeds):
         runs.append(static(seed, given.samples))
         print(f"seed {seed}: {runs[-1]}", flush=True)
-    for seed in range(given.first_seed, given.first_seed + given.seeds):
-        drifts.append(drift(seed, given.per_day, given.days, given.rows, only))
+    for seed in range(given.seeds):
+        drifts.append(drift(seed, given.per_day, given.days, given.rows))
         kept = drifts[-1]["keeps all"]["auc"]
         for name, found in drifts[-1].items():
             print(

@@ -139,22 +139,6 @@ def equal_bytes(batches: list[torch.Tensor], device: torch.device, cache_rows: i
     return len(keys)
 
 
-class Clock:
-    """Says what is being done, and whether there is time for more."""
-
-    def __init__(self, budget: float) -> None:
-        self.began, self.budget = time.perf_counter(), budget
-
-    def spent(self) -> float:
-        return time.perf_counter() - self.began
-
-    def left(self, share: float = 1.0) -> bool:
-        return self.spent() < self.budget * share
-
-    def say(self, what: str) -> None:
-        print(f"[{self.spent():6.1f} s] {what}", flush=True)
-
-
 def main() -> None:
     """All three ways, then the comparison."""
     parser = harness.arguments(__doc__)
@@ -164,49 +148,43 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=12)
     parser.add_argument("--steps", type=int, default=8, help="per round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=float, default=200, help="seconds; else it is said")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
     per_field = given.rows // FIELDS
     cache_rows = int(given.rows * given.share)
-    clock = Clock(given.budget)
+    began = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"[{time.perf_counter() - began:6.1f} s] {what}", flush=True)
+
     count = given.warm + given.rounds * given.steps + 1
     batches = make_batches(count, given.batch, per_field, device)
     unique = statistics.mean(torch.unique(ids).numel() for ids in batches[:3])
-    clock.say(
-        f"{given.batch} x {FIELDS} ids, {unique:,.0f} different; {given.rows:,} rows of {DIM}"
-    )
+    say(f"{given.batch} x {FIELDS} ids, {unique:,.0f} different; {given.rows:,} rows of {DIM}")
     models: dict[str, Model] = {}
     for way in ("cache", "unique", "host"):
-        if models and not clock.left(0.6):
-            clock.say(f"{way}: no time left")
-            continue
         fill(way, given.rows)
-        clock.say(f"{way}: filled")
+        say(f"{way}: filled")
         models[way] = Model(way, device, way, cache_rows)
         first = timed(models[way], batches[:1], batches[1])
-        clock.say(f"{way}: first step {first:.1f} ms")
+        say(f"{way}: first step {first:.1f} ms")
         if way == "cache":
             timed(models[way], batches[1 : given.warm], batches[given.warm])
-            clock.say(f"{way}: warm")
+            say(f"{way}: warm")
     dense = dense_alone(models["cache"], batches[0])
-    clock.say(f"dense model alone: {dense:.2f} ms")
+    say(f"dense model alone: {dense:.2f} ms")
     rounds: dict[str, list[float]] = {way: [] for way in models}
     stats = models["cache"].embedding.cache_stats
     assert stats is not None
     names = ("host", "written", "waited", "keys", "missing", "returned", "batches")
     before = [getattr(stats, name) for name in names]
     for number in range(given.rounds):
-        if number and not clock.left(0.8):
-            break
         start = given.warm + number * given.steps
         part = batches[start : start + given.steps]
         for way, model in models.items():
-            slow = bool(rounds[way]) and not clock.left(0.7) and way != "cache"
-            if not slow:
-                rounds[way].append(timed(model, part, batches[start + given.steps]))
-        clock.say("  ".join(f"{way} {took[-1]:.2f} ms" for way, took in rounds.items()))
+            rounds[way].append(timed(model, part, batches[start + given.steps]))
+        say("  ".join(f"{way} {took[-1]:.2f} ms" for way, took in rounds.items()))
     did = {name: getattr(stats, name) - was for name, was in zip(names, before, strict=True)}
     step = {way: statistics.median(took) for way, took in rounds.items()}
     steps = did["batches"]
@@ -225,24 +203,19 @@ def main() -> None:
         "write_back_ms_per_step": did["written"] / steps * 1e3,
         "waited_ms_per_step": did["waited"] / steps * 1e3,
         "hidden": max(0.0, 1 - did["waited"] / did["host"]),
-        "rows_with_equal_bytes": None,
-        "seconds": clock.spent(),
+        "seconds": time.perf_counter() - began,
     }
     print(harness.show(["way", "ms per step", "x cache"],
                        [(way, ms, ms / step["cache"]) for way, ms in step.items()]))  # fmt: skip
     print(
         f"dense model alone {dense:.2f} ms; keys found in the cache "
         f"{result['hit_rate_of_keys']:.1%}; the store took {result['fetch_ms_per_step']:.2f} ms "
-        f"per step, of which {result['hidden']:.1%} hidden; {clock.spent():.0f} s in all"
+        f"per step, of which {result['hidden']:.1%} hidden"
     )
     harness.keep(given, **result)
-    if clock.left(0.8):
-        compared = equal_bytes(batches[:6], device, cache_rows)
-        clock.say(f"{compared:,} rows compared: bytes equal")
-        result["rows_with_equal_bytes"] = compared
-        harness.keep(given, **result)
-    else:
-        clock.say("rows were not compared: no time left")
+    compared = equal_bytes(batches[:6], device, cache_rows)
+    say(f"{compared:,} rows compared: bytes equal")
+    harness.keep(given, **result, rows_with_equal_bytes=compared)
 
 
 if __name__ == "__main__":

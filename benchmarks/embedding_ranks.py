@@ -38,6 +38,7 @@ from evener.tools.bench.embedding.command import draw
 
 _CALLS = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "all_gather", "broadcast")
 OPTIMIZER = Adagrad(lr=0.01)
+TABLES, DIM, BATCH, ROWS = 26, 16, 1024, 100_000
 
 
 class Counted:
@@ -59,19 +60,20 @@ class Counted:
 class Together(nn.Module):
     """One module for all tables."""
 
-    def __init__(self, tables: int, dim: int, rows: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         configs = [
-            EmbeddingBagConfig(rows, dim, f"together-{i}", feature_names=[str(i)])
-            for i in range(tables)
+            EmbeddingBagConfig(ROWS, DIM, f"together-{i}", feature_names=[str(i)])
+            for i in range(TABLES)
         ]
         self.bags = EmbeddingBagCollection(configs, optimizer=OPTIMIZER)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """As ByTable."""
-        tables, samples, hot = ids.shape
-        lengths = torch.full((tables * samples,), hot)
-        keys = [str(i) for i in range(tables)]
+        keys, lengths = (
+            [str(i) for i in range(TABLES)],
+            torch.ones(TABLES * BATCH, dtype=torch.long),
+        )
         found: KeyedTensor = self.bags(Jagged(keys, ids.view(-1), lengths=lengths))
         return found.values()
 
@@ -79,15 +81,15 @@ class Together(nn.Module):
 class ByTable(nn.Module):
     """A module per table."""
 
-    def __init__(self, tables: int, dim: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        options = Options(dim, optimizer=OPTIMIZER, threads=1)
+        options = Options(DIM, optimizer=OPTIMIZER, threads=1)
         self.bags = nn.ModuleList(
-            DynamicEmbeddingBag(options, f"by-table-{i}", mode="sum") for i in range(tables)
+            DynamicEmbeddingBag(options, f"by-table-{i}", mode="sum") for i in range(TABLES)
         )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """[samples, tables * dim] for ids [tables, samples, hot]."""
+        """[samples, tables * dim] for ids [tables, samples, 1]."""
         return torch.cat([bag(each) for bag, each in zip(self.bags, ids, strict=True)], 1)
 
 
@@ -95,18 +97,13 @@ def worker(given: Any) -> None:
     """One rank."""
     harness.join()
     counted = Counted()
-    shape = (given.tables, given.batch, given.hot)
-    count = given.tables * given.batch * given.hot
     turns = given.steps + given.warmup
     size, rank = dist.get_world_size(), dist.get_rank()
-    drawn = draw(given.rows, count, 1.05, turns * size)[rank::size]
-    batches = [torch.from_numpy(ids).view(shape) for ids in drawn]
+    drawn = draw(ROWS, TABLES * BATCH, 1.05, turns * size)[rank::size]
+    batches = [torch.from_numpy(ids).view(TABLES, BATCH, 1) for ids in drawn]
     ways: dict[str, Callable[[], Any]] = {}
     calls: dict[str, list[tuple[int, float]]] = {}
-    for name, model in {
-        "by table": ByTable(given.tables, given.dim),
-        "together": Together(given.tables, given.dim, given.rows),
-    }.items():
+    for name, model in {"by table": ByTable(), "together": Together()}.items():
         optimizer, turn, calls[name] = DynamicOptimizer(model), iter(batches), []
 
         def step(model: Any = model, optimizer: Any = optimizer, turn: Any = turn,
@@ -119,17 +116,17 @@ def worker(given: Any) -> None:
 
         ways[name] = step
     took = harness.turns(ways, given.steps, warmup=given.warmup, settle=dist.barrier)
-    harness.say(
-        ways={
-            name: {
-                "collectives": statistics.median(n for n, _ in calls[name]),
-                "cpu_ms": round(1e3 * statistics.median(cpu for _, cpu in calls[name]), 2),
-                "ms": round(1e3 * statistics.median(seconds), 2),
-                "steps_ms": [round(1e3 * each, 2) for each in seconds],
-            }
-            for name, seconds in took.items()
+    found = {
+        name: {
+            "collectives": statistics.median(n for n, _ in calls[name]),
+            "cpu_ms": round(1e3 * statistics.median(cpu for _, cpu in calls[name]), 2),
+            "ms": round(1e3 * statistics.median(seconds), 2),
+            "steps_ms": [round(1e3 * each, 2) for each in seconds],
         }
-    )
+        for name, seconds in took.items()
+    }
+    if rank == 0:
+        harness.say(ways=found)
     dist.destroy_process_group()
 
 
@@ -137,11 +134,6 @@ def main() -> None:
     """All numbers of ranks."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--tables", type=int, default=26)
-    parser.add_argument("--dim", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=1024)
-    parser.add_argument("--hot", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--worker", action="store_true")
@@ -149,8 +141,7 @@ def main() -> None:
     if given.worker:
         worker(given)
         return
-    names = ("tables", "dim", "batch", "hot", "rows", "steps", "warmup")
-    words = ["--worker", *harness.arguments_of(given, *names)]
+    words = ["--worker", *harness.arguments_of(given, "steps", "warmup")]
     results = {}
     for count in map(int, given.ranks.split(",")):
         job = harness.ranks(*words, count=count)
@@ -159,9 +150,7 @@ def main() -> None:
         rows = ([name, *map(each.get, keys)] for name, each in results[str(count)].items())
         head = [f"{count} ranks", "collectives", "ms", "CPU ms of rank 0"]
         print(harness.show(head, rows), flush=True)
-    what = (
-        f"{given.tables} tables of dim {given.dim}, {given.batch} x {given.hot} ids each per rank"
-    )
+    what = f"{TABLES} tables of dim {DIM}, {BATCH} ids each per rank"
     harness.keep(given, what=what, results=results)
 
 

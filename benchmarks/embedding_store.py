@@ -8,7 +8,7 @@ peer wants them (numpy, torch, TensorFlow), outside of the time; outputs are all
 ratio is the median over batches of a peer's time by Evener's. While the store is filled, each
 insert of 131,072 keys is timed, and bytes per row are those that the store counts.
 
-DenseHashTable takes up to 284 bytes per row: it is left out above `--hash-rows`.
+DenseHashTable takes up to 284 bytes per row: it is left out above 4M rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from evener.embedding import Options, Sgd, Store, forget
 from evener.tools.bench.embedding.command import draw
 
-BATCH, INSERT, BATCHES = 65_536, 131_072, 16
+BATCH, INSERT, BATCHES, ROUNDS, HASH_ROWS = 65_536, 131_072, 16, 5, 4_000_000
 SPREAD = -7046029254386353131  # odd: a permutation of int64
 
 Lookup = Callable[[Any], Any]
@@ -111,7 +111,7 @@ def with_tfra(rows: int, dim: int) -> Lookup:
 
 
 def measure(
-    rows: int, dim: int, zipf: float, peers: dict[str, tuple[Lookup, str]], rounds: int
+    rows: int, dim: int, zipf: float, peers: dict[str, tuple[Lookup, str]]
 ) -> dict[str, Any]:
     numbers = draw(rows, BATCH, zipf, BATCHES)
     forms: dict[str, list[Any]] = {"keys": [keys_of(n) for n in numbers]}
@@ -122,7 +122,7 @@ def measure(
         forms["tf rows"] = [tf.constant(n) for n in numbers]
         forms["tf keys"] = [tf.constant(n) for n in forms["keys"]]
     took: dict[str, list[float]] = {name: [] for name in peers}
-    for number in range(rounds + 1):
+    for number in range(ROUNDS + 1):
         for at in range(BATCHES):
             for name, (lookup, form) in peers.items():
                 ids = forms[form][at]
@@ -148,8 +148,6 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["4000000x16", "16000000x32"])
     parser.add_argument("--zipf", nargs="+", type=float, default=[0.0, 1.05])
     parser.add_argument("--grow", default="", help="as 8000000x16: only inserts are timed")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hash-rows", type=int, default=4_000_000)
     parser.add_argument("--add", action="store_true", help="add to the JSON that is there")
     given = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -175,13 +173,13 @@ def main() -> None:
             except ImportError as error:
                 print(f"left out: {name}: {error}")
         try:
-            made = with_tensorflow(rows, dim, rows <= given.hash_rows)
+            made = with_tensorflow(rows, dim, rows <= HASH_ROWS)
             for name, lookup in made.items():
                 peers[name] = (lookup, "tf rows" if name == "tf.gather" else "tf keys")
         except ImportError:
             print("left out: TensorFlow is not installed")
         for zipf in given.zipf:
-            found = measure(rows, dim, zipf, peers, given.rounds)
+            found = measure(rows, dim, zipf, peers)
             result["lookups"].append(found)
             for name, rate in found["million_keys_per_s"].items():
                 ratio = found["evener_by_peer"][name]

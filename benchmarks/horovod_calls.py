@@ -24,9 +24,10 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
+
+import harness
 
 SIZES = {4: 600, 4096: 600, 262144: 150, 4 << 20: 25}
 """tensorflow: bytes, and calls of each size."""
@@ -36,7 +37,6 @@ SIZES = {4: 600, 4096: 600, 262144: 150, 4 << 20: 25}
 
 def small(device: Any, given: argparse.Namespace, elements: int, waits: bool) -> dict[str, Any]:
     """Microseconds a call, and ratios to torch.distributed's."""
-    import harness
     import torch
     import torch.distributed as dist
 
@@ -52,30 +52,26 @@ def small(device: Any, given: argparse.Namespace, elements: int, waits: bool) ->
         "frozen": lambda: hvd.allreduce_(tensor, name="small", op=hvd.Max),
         "negotiated": lambda: hvd.allreduce_(tensor, name=next(names), op=hvd.Max),
     }
-    blocks: dict[str, list[float]] = {name: [] for name in ways}
-    frozen = 0
-    for turn in range(given.turns + 1):
-        for name, way in ways.items():
-            for _ in range(100):  # reach the steady state of this way
-                way()
-            harness.settle()
-            before, start = STATE.engine.frozen()[1], time.perf_counter()
-            for _ in range(given.calls):
-                way()
-                if waits and device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()
-            harness.settle()
-            if turn:
-                blocks[name].append((time.perf_counter() - start) / given.calls * 1e6)
-                frozen += STATE.engine.frozen()[1] - before if name == "frozen" else 0
+
+    def waiting(way: Callable[[], Any]) -> None:
+        way()
+        torch.cuda.current_stream().synchronize()
+
+    if waits and device.type == "cuda":
+        ways = {name: functools.partial(waiting, way) for name, way in ways.items()}
+    before = STATE.engine.frozen()[1]
+    blocks = harness.turns(
+        ways, given.turns, warmup=1, calls=given.calls, settle=harness.settle,
+        lead=100,  # the steady state of a way
+    )  # fmt: skip
     return {
         "elements": elements,
         "waits": waits,
-        "calls": given.calls * given.turns,
-        "calls_frozen": frozen,
-        "us": {name: statistics.median(values) for name, values in blocks.items()},
+        "calls": (100 + given.calls) * (1 + given.turns),
+        "calls_frozen": STATE.engine.frozen()[1] - before,
+        "us": {name: 1e6 * statistics.median(values) for name, values in blocks.items()},
         "ratio": {n: harness.ratio(blocks[n], blocks["torch"]) for n in ("frozen", "negotiated")},
-        "blocks_us": blocks,
+        "blocks_us": {name: [1e6 * one for one in values] for name, values in blocks.items()},
     }
 
 
@@ -94,7 +90,6 @@ def model_of(device: Any) -> tuple[Any, Any, str]:
 
 def step(device: Any, turns: int, steps: int) -> dict[str, Any]:
     """Milliseconds a step, and the ratio to DDP's."""
-    import harness
     import torch
 
     import evener.horovod.torch as hvd
@@ -111,26 +106,20 @@ def step(device: Any, turns: int, steps: int) -> dict[str, Any]:
         process_group=group,
     )  # fmt: skip
     plain = torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9)
-    ways: dict[str, tuple[Any, Any]] = {"ddp": (ddp, plain), "horovod": (model, ours)}
-    blocks: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(turns + 1):
-        for way, (net, optimizer) in ways.items():
-            for number in range(steps + 2):
-                if number == 2:
-                    harness.settle()
-                    start = time.perf_counter()
-                optimizer.zero_grad()
-                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                    loss = net(batch).square().mean()
-                loss.backward()
-                optimizer.step()
-            harness.settle()
-            if turn:
-                blocks[way].append((time.perf_counter() - start) / steps * 1e3)
+
+    def train(net: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+            loss = net(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    ways = {"ddp": lambda: train(ddp, plain), "horovod": lambda: train(model, ours)}
+    blocks = harness.turns(ways, turns, warmup=1, calls=steps, lead=2, settle=harness.settle)
     ratios = [h / d for h, d in zip(blocks["horovod"], blocks["ddp"], strict=True)]
     return {
         "model": name,
-        "ms": {way: statistics.median(values) for way, values in blocks.items()},
+        "ms": {way: 1e3 * statistics.median(values) for way, values in blocks.items()},
         "ratio": statistics.median(ratios),
         "ratio_spread": [min(ratios), max(ratios)],
     }
@@ -138,7 +127,6 @@ def step(device: Any, turns: int, steps: int) -> dict[str, Any]:
 
 def in_torch(given: argparse.Namespace) -> None:
     """A rank of `torch`."""
-    import harness
     import torch
 
     import evener.horovod.torch as hvd
@@ -169,20 +157,13 @@ def in_torch(given: argparse.Namespace) -> None:
 # --- tensorflow ---
 
 
-def median_us(call: Callable[[int], Any], calls: int, warm: int) -> float:
-    """The median call."""
-    times = []
-    for number in range(calls + warm):
-        begun = time.perf_counter()
-        call(number)
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times[warm:]) * 1e6
+def median_us(call: Callable[[], Any], calls: int) -> float:
+    """The median call, after 20."""
+    return statistics.median(harness.turns({"": call}, calls, warmup=20)[""]) * 1e6
 
 
 def of_door(door: str) -> None:
     """A rank of `tensorflow`: microseconds by size."""
-    import harness
-
     found: dict[str, float] = {}
     if door == "torch":
         import torch
@@ -193,7 +174,7 @@ def of_door(door: str) -> None:
         hvd.init()
         for size, calls in SIZES.items():
             call = functools.partial(hvd.allreduce, torch.ones(size // 4), name="x", op=hvd.Sum)
-            found[str(size)] = median_us(lambda _, call=call: call(), calls, 20)
+            found[str(size)] = median_us(call, calls)
     else:
         import tensorflow as tf
 
@@ -204,10 +185,8 @@ def of_door(door: str) -> None:
             data = tf.ones([size // 4])
             graph = tf.function(lambda data: hvd.allreduce(data, op=hvd.Sum, name="y"))
             eager = functools.partial(hvd.allreduce, data, op=hvd.Sum)
-            found[str(size)] = median_us(lambda _, eager=eager: eager(), calls, 20)
-            found[f"{size} graph"] = median_us(
-                lambda _, graph=graph, data=data: graph(data), calls, 20
-            )
+            found[str(size)] = median_us(eager, calls)
+            found[f"{size} graph"] = median_us(functools.partial(graph, data), calls)
     if hvd.rank() == 0:
         harness.say(**found)
     hvd.shutdown()
@@ -215,8 +194,6 @@ def of_door(door: str) -> None:
 
 def main() -> None:
     """Parse, measure, print."""
-    import harness
-
     parser = harness.arguments(__doc__)
     parser.add_argument("what", choices=("torch", "tensorflow"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

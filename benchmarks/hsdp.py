@@ -1,6 +1,6 @@
 """FSDP2 alone beside Evener's forms: HSDP, or with --sharded sharded over all ranks.
 
-    evener lab run --nodes 2 --slots 2 --link 100mbit -- python benchmarks/hsdp.py --size tiny
+    evener lab run --nodes 2 --slots 2 --link 100mbit -- python benchmarks/hsdp.py --size wide
     evener lab run --nodes 2 --slots 1 --link 10gbit -- python benchmarks/hsdp.py --size 350m
     evener lab run --nodes 2 --slots 1 --link 25gbit -- python benchmarks/hsdp.py --sharded \
         --size 0.7b --columns fsdp2,exact,int8
@@ -31,11 +31,9 @@ import evener.fsdp
 
 # Layers, width, heads, tokens of a row, rows of a rank, rows of the embedding.
 SIZES = {
-    "tiny": (4, 256, 4, 64, 2, 256),
     "wide": (1, 256, 4, 32, 1, 40_000),  # much to send and little to compute, for a CPU
     "350m": (24, 1024, 16, 512, 4, 256),
     "0.7b": (14, 2048, 16, 1024, 8, 256),
-    "1b": (22, 2048, 16, 512, 4, 256),
 }
 COLUMNS = ("fsdp2", "exact", "fp16", "int8", "auto")
 
@@ -113,7 +111,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 def main() -> None:
     parser = harness.arguments(__doc__)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--size", choices=SIZES, default="wide")
     parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--steps", type=int, default=4, help="steps timed at once")
     parser.add_argument("--repeats", type=int, default=3)

@@ -18,12 +18,9 @@ done, well or not, and what rank 0 said if not.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -106,49 +103,24 @@ def run(case: str) -> dict[str, Any]:
 def start(case: str, folder: Path) -> dict[str, Any]:
     """One job; see `run`."""
     fault = folder / "fault"
-    env = {**os.environ, "EVENER_LOG": "warning", "PYTHONHASHSEED": "0", "EVENER_TIMEOUT": "60"}
-    env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_port()), WORLD_SIZE=str(RANKS))
-    if case == "too long":
-        env["EVENER_TIMEOUT"] = "20"
-    argv = [sys.executable, __file__, "--case", case, "--folder", str(folder)]
+    env = {
+        "EVENER_LOG": "warning",
+        "PYTHONHASHSEED": "0",
+        "EVENER_TIMEOUT": "20" if case == "too long" else "60",
+        "NCCL_HOSTID": "one",  # all on one node
+    }
     began = time.time()
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(RANKS)]
-        jobs = [
-            subprocess.Popen(
-                argv,
-                env={**env, "RANK": str(rank)},
-                stdout=files[rank],
-                stderr=subprocess.DEVNULL,
-            )
-            for rank in range(RANKS)
-        ]
-        while any(job.poll() is None for job in jobs):
-            time.sleep(0.05)
-            if time.time() - began > LIMIT:
-                for job in jobs:
-                    job.kill()
-        heard = harness.Job()
-        for rank, file in enumerate(files):
-            file.seek(0)
-            for line in file:
-                heard.hear(rank, "stdout", line)
+    words = ("--case", case, "--folder", str(folder))
+    said = harness.ranks(*words, count=RANKS, limit=LIMIT, env=env).said
     since = float(fault.read_text(encoding="utf-8")) if fault.exists() else began
-    well = [one for one in heard.said if "weights" in one]
+    well = [one for one in said if "weights" in one]
     return {
         "finished": len(well),
         "weights": sorted({one["weights"] for one in well}),
         "longest_step": max((one["longest"] for one in well if not one["rank"]), default=0.0),
-        "seconds": min((one["at"] for one in heard.said if one["rank"] != 1), default=began)
-        - since,
-        "errors": {one["rank"]: one["error"] for one in heard.said if "error" in one},
+        "seconds": min((one["at"] for one in said if one["rank"] != 1), default=began) - since,
+        "errors": {one["rank"]: one["error"] for one in said if "error" in one},
     }
-
-
-def _port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def main() -> None:

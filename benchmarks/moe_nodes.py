@@ -262,13 +262,10 @@ def show(found: dict[str, Any]) -> None:
     depth = f", {found['depth'][0]} layers, rows of {found['depth'][1]}" if found["depth"] else ""
     print(f"\n{found['case']}: {found['shape']}{depth}, {found['ranks']} ranks, way "
           f"{found['way']}, {found['chunks']} chunks")  # fmt: skip
-    for column, ms in found["ms"].items():
-        said = ""
-        if column in found["hidden"]:
-            said = (f"   hidden {found['hidden'][column]:4.0%} of at most "
-                    f"{found['hidden_at_most'][column]:4.0%}, {found['faster'][column]:.2f} x pairs"
-                    )  # fmt: skip
-        print(f"  {column:9}{ms:10.2f} ms{found['bytes'][column] / 1e6:10.2f} MB per node{said}")
+    columns = ("ms", "bytes", "hidden", "hidden_at_most", "faster")
+    rows = [[name, *(found[column].get(name) for column in columns)] for name in found["ms"]]
+    heads = ["column", "ms", "bytes of a node", "hidden", "at most", "x pairs"]
+    print(harness.show(heads, rows))
     said = f"bytes of ours {found['bytes_ratio']:.3f} x the bound"
     print(f"  {said} of {found['bound'] / 1e6:.2f} MB", flush=True)
 
@@ -282,13 +279,10 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--part-chunks", type=int, default=1, help="chunks of each half in turns")
     parser.add_argument("--route", default="auto")
-    parser.add_argument("--only", help="one case: the beginning of its name")
     args = parser.parse_args()
     device = harness.join().type
     found = []
     for name, shape in (CASES if args.size == "full" else TINY).items():
-        if args.only and not name.startswith(args.only):
-            continue
         depths = DEPTHS if args.size == "full" else TINY_DEPTHS
         depth = depths[name] if args.what == "decoder" else None
         found.append(case(name, shape, depth, args, device))

@@ -1,12 +1,11 @@
 """All-reduce through torch and the real NCCL over simulated networks: NCCL's sockets and Evener.
 
-    python benchmarks/net_gpu.py --quick          # one hash seed, about four minutes on 4 GPUs
     python benchmarks/net_gpu.py                  # five hash seeds, all networks
     python benchmarks/net_gpu.py --networks four-paths --variants sockets,evener
     python benchmarks/net_gpu.py --slots 1        # on 2 GPUs: nodes of one
     python benchmarks/net_gpu.py --variants evener,other --plugin other=/path/libnccl-net-evener.so
     python benchmarks/net_gpu.py --variants evener,few --plugin few=,EVENER_NET_WORKERS=2
-    python benchmarks/net_gpu.py --quick --repeats 3   # all of it three times, in turn
+    python benchmarks/net_gpu.py --repeats 3      # all of it three times, in turn
 
 Needs 4 GPUs (2 with --slots 1; four-nodes always 4; with fewer nodes share them, which needs
 NVIDIA's MPS to say anything: docs/guide/lab.md), the rights that `evener lab` needs, and the
@@ -186,13 +185,10 @@ def table(cells: list[dict[str, Any]], sizes: list[int]) -> str:
 
 def plan(given: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """(network, lab) of all jobs of a variant, in turn."""
-    seeds = (
-        [given.only_seed] if given.only_seed else range(1, (1 if given.quick else given.seeds) + 1)
-    )
     for _ in range(given.repeats):
         for network in given.networks.split(","):
-            for seed in seeds:
-                if seed == 1 or network in SEEDED or given.only_seed:
+            for seed in range(1, given.seeds + 1):
+                if seed == 1 or network in SEEDED:
                     spec = NETWORKS[network].replace("2x2", f"2x{given.slots}")
                     yield network, spec + (f",seed={seed}" if seed > 1 else "")
 
@@ -203,15 +199,13 @@ def main() -> None:
         rank_main(json.loads(sys.argv[2]))
         return
     parser = harness.arguments(__doc__, json="net-gpu.json")
-    parser.add_argument("--quick", action="store_true", help="one hash seed, no 64 MiB")
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument(
         "--variants", default="sockets,sockets-4x4,evener", help=", ".join(VARIANTS)
     )
     parser.add_argument("--seeds", type=int, default=5, help="1 to so many")
-    parser.add_argument("--only-seed", type=int, help="this one alone")
     parser.add_argument("--repeats", type=int, default=1, help="jobs of each kind, in turn")
-    parser.add_argument("--sizes", help="MiB, separated by commas: 1,64,256")
+    parser.add_argument("--sizes", default="1,64,256", help="MiB, separated by commas")
     parser.add_argument("--timeout", type=float, default=60, help="seconds a job")
     parser.add_argument("--algo", help="fix NCCL_ALGO for all, for instance Ring")
     parser.add_argument("--slots", type=int, choices=(1, 2), default=2, help="GPUs a node")
@@ -220,9 +214,7 @@ def main() -> None:
         help="another build of the plug-in, or one with settings, as a variant NAME",
     )  # fmt: skip
     given = parser.parse_args()
-    sizes = [size for size in SIZES if not (given.quick and size == 64 << 20)]
-    if given.sizes:
-        sizes = [int(size) << 20 for size in given.sizes.split(",")]
+    sizes = [int(size) << 20 for size in given.sizes.split(",")]
     for one in given.plugin:
         name, _, rest = one.partition("=")
         build, *pairs = rest.split(",")

@@ -154,7 +154,6 @@ def main() -> None:
     parser.add_argument("--engines", help=", ".join(net_protocols.ENGINES))
     parser.add_argument("--networks", help=", ".join(net_protocols.NETWORKS))
     parser.add_argument("--seconds", type=float, default=0.45, help="a protocol and size")
-    parser.add_argument("--plugin", metavar="FILE", help="another build of the plug-in")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:

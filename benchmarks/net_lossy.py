@@ -136,7 +136,7 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--rate", type=int, default=200, help="Mb/s of a link")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a run")
-    parser.add_argument("--only", default="", help="rows whose name has this in it, as `trains`")
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
     parser.add_argument("--carriers", help="some of udp,xdp,tcp,stream, in this order")
     given = parser.parse_args()
     carriers = harness.choose(given.carriers, CARRIERS, "carrier")
@@ -151,9 +151,6 @@ def main() -> None:
     # Both directions of the one path; without loss the same cut of trains.
     for name in ("clean", "loss 0.1%", "loss 1%"):
         rows.of_pair(name, "", [("path0", "loss 0%" if name == "clean" else name)], carriers, 1.0)
-    if given.only:  # of one packet each, and as the kernel's segmentation makes them
-        rows.of_pair("trains cut", "", [("path0", "loss 0%")], carriers, 1.0)
-        rows.of_pair("trains whole", "", [], carriers, 1.0)
     rows.of_pair("four paths", ",paths=4", [], carriers, 1.0)
     slow = [("path3", f"rate {rate / 40:g}mbit")]
     rows.of_pair("one of four at a tenth", ",paths=4", slow, carriers, 0.775)

@@ -16,7 +16,6 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -87,11 +86,9 @@ def rank_main(seconds: float) -> None:
     dist.destroy_process_group()
 
 
-def job(engine: str, network: str, plugin: str | None, seconds: float) -> dict[str, Any]:
+def job(engine: str, network: str, seconds: float) -> dict[str, Any]:
     """All protocols and sizes of one engine on one network; of both ranks the worse."""
     own = SOCKETS if engine == "sockets" else {**VARIANTS["evener"], "EVENER_NET_ENGINE": engine}
-    if plugin and engine != "sockets":
-        own = {**own, "NCCL_NET_PLUGIN": str(Path(plugin).resolve())}
     found: dict[str, Any] = {"engine": engine, "network": network}
 
     def hear(_lab: object, _rank: int, line: str) -> None:
@@ -146,7 +143,7 @@ def table(jobs: list[dict[str, Any]]) -> str:
 def protocols(given: argparse.Namespace) -> dict[str, Any]:
     """Every engine on every network; 1 as the exit status where one of Evener's was not right."""
     jobs = [
-        job(engine, network, given.plugin, given.seconds)
+        job(engine, network, given.seconds)
         for network in harness.choose(given.networks, list(NETWORKS), "network")
         for engine in harness.choose(given.engines, ENGINES, "engine")
     ]

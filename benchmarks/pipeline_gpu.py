@@ -5,7 +5,8 @@
 
 bf16, AdamW, the same microbatches in every column; columns run one after the other in one job. The
 tokens per second of each, of one GPU's the multiple, and of the pipeline what was predicted: step,
-bubble, imbalance. `one` is rank 0 alone, while the others wait.
+bubble, imbalance. `one` is rank 0 alone, while the others wait. A step of the pipeline is recorded
+in NAME-step.json beside the results.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from evener import pipeline
 # Layers, width, heads, words, tokens of a row, rows of a step, microbatches.
 SIZES = {
     "tiny": (4, 64, 4, 512, 32, 16, 8),
-    "350m": (24, 1024, 16, 50257, 1024, 64, 16),
     "1.3b": (24, 2048, 16, 50257, 1024, 64, 16),
 }
 COLUMNS = ("one", "pipeline", "ddp", "fsdp2")
@@ -95,13 +95,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--activations", default="exact", help="between nodes: bf16 or int8")
-    parser.add_argument("--network", help="for the plan, as 25gbit; default: it is measured")
-    parser.add_argument(
-        "--timeline",
-        type=Path,
-        help="record a step of the pipeline there; default: NAME-step.json beside the results,"
-        " else pipeline-step.json in the current folder",
-    )
     args = parser.parse_args()
     layers, width, heads, words, length, rows, count = SIZES[args.size]
     device = harness.join()
@@ -160,14 +153,11 @@ def main() -> None:
                 took, losses = timed(accumulate(whole(), rows, count, 0), args)
         elif column == "pipeline":
             example = batch(0, rows, length, words, torch.device("meta"))
-            given: dict[str, Any] = {"activations": args.activations}
-            if args.network:
-                given["network"] = pipeline.network(between=args.network, per_node=1)
             pipe = pipeline.auto(
                 empty(), example, microbatches=count, schedule=args.schedule, weights=weights,
                 memory=str(int(torch.cuda.get_device_properties(0).total_memory * 0.9)) + "B"
                 if cuda else None,
-                **given,
+                activations=args.activations,
             )  # fmt: skip
             planned = time.perf_counter() - begin
             optimizer = optimizer_of(pipe.parameters())
@@ -183,7 +173,7 @@ def main() -> None:
 
             took, losses = timed(step, args)
             results = args.json or Path("pipeline.json")
-            path = args.timeline or results.with_name(f"{results.stem}-step.json")
+            path = results.with_name(f"{results.stem}-step.json")
             path.parent.mkdir(parents=True, exist_ok=True)
             pipe.record(path)
             step(args.warmup + args.steps)

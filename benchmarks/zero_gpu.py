@@ -1,9 +1,9 @@
 """Training with states in host memory on the GPUs of one node beside its peers; JSON and a table.
 
-    python benchmarks/zero_gpu.py [--quick] [--only PREFIX;...] [--gpus N] [--json FILE]
+    python benchmarks/zero_gpu.py [--only PREFIX;...] [--gpus N] [--json FILE]
 
 A Llama-shaped model (2.69B parameters: 32 layers, width 2560), 8 x 1024 tokens a GPU, blocks
-recomputed, clipping at 1.0; --quick: 8 layers. Rows that start with "largest" train one sequence of
+recomputed, clipping at 1.0. Rows that start with "largest" train one sequence of
 1024 tokens in 24 GB of GPU and 110 GB of host memory. Each row runs in processes of its own (a peer
 that runs out of memory takes nobody with it), one after the other; `--gpus` starts each under
 torchrun.
@@ -39,12 +39,15 @@ from zero_models import (
     loss_of,
     memory,
     on_meta,
+    planned,
     share_cores,
     timed,
     value_of,
-)
+)  # fmt: skip
 
 from evener import zero
+
+LAYERS, WIDTH, BATCH, STEPS = 32, 2560, 8, 8
 
 
 def evener(layers: int, width: int, batch: int, steps: int, **own: Any) -> dict[str, Any]:
@@ -71,8 +74,6 @@ def evener(layers: int, width: int, batch: int, steps: int, **own: Any) -> dict[
         weights=value_of,
     )
     ready = time.perf_counter()
-    plan = engine.plan
-    assert plan is not None
     tokens = batch_of(batch)
 
     def step() -> torch.Tensor:
@@ -88,19 +89,9 @@ def evener(layers: int, width: int, batch: int, steps: int, **own: Any) -> dict[
         step()
     result |= {
         "where": zero.spans.summary(engine.recorded()),
-        "parameters": sum(place.numel for place in plan.places),
         "preparation": {"probe": probed - begun, "initialize": ready - probed},
         "updated": shares,
-        "plan": {
-            "seconds": plan.step_seconds,
-            "bound": plan.bound,
-            "gpu_bytes": plan.gpu_bytes,
-            "host_bytes": plan.host_bytes,
-            "resident": len(plan.resident),
-            "streaming": plan.streaming,
-            "checkpointing": plan.checkpointing,
-            "times": plan.times,
-        },
+        "plan": planned(engine),
         "machine": dataclasses.asdict(found.machine),
         "host_adam_alone": found.host_adam_alone,
         "pinned": engine.store.host.pinned,
@@ -142,7 +133,6 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "resident all-bf16 (the bound)": peer(peers.resident),
     "largest, fp32 states": _largest(42, 4096),
     "largest, bf16 moments": _largest(37, 5120, moments="bf16"),
-    "evener, cores only, 8 GB": _evener(budget=SMALL, balance=False),
     "FSDP2 CPU offload": peer(peers.fsdp, prefetch=False),
     "DeepSpeed ZeRO-3 offload": peer(peers.deepspeed),
     "largest of DeepSpeed, pinned": lambda *_: peer(peers.deepspeed)(26, 3840, 1, 2),
@@ -161,7 +151,7 @@ def run_one(given: argparse.Namespace) -> None:
     else:
         torch.cuda.set_device(0)
     with Driver() as driver:
-        found = ROWS[given.one](given.layers, given.width, given.batch, given.steps)
+        found = ROWS[given.one](LAYERS, WIDTH, BATCH, STEPS)
         found |= memory(driver, found)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -171,30 +161,15 @@ def run_one(given: argparse.Namespace) -> None:
 
 def show(name: str, row: dict[str, Any]) -> None:
     """A line of the table, one a rank, and for Evener where the time went."""
-
-    def gb(*keys: str, of: dict[str, Any] = row) -> str:
-        return "/".join(f"{of[key] / GB:.2f}" for key in keys) + " GB"
-
-    if "failed" in row:
-        print(f"{name:30} failed: {row['failed']}", flush=True)
-        return
-    print(
-        f"{name:30} {row['seconds']:.3f} s {row['tokens_per_second']:8,.0f} tokens/s  GPU "
-        f"{gb('gpu_allocated', 'gpu_reserved', 'gpu_driver')}  host {gb('host')}, training "
-        f"{gb('host_training')}  row {row['row_s']:.0f} s",
-        flush=True,
-    )
+    keys = ("failed", "seconds", "tokens_per_second", "gpu_allocated", "gpu_reserved", "gpu_driver",
+            "host", "host_training", "row_s")  # fmt: skip
+    print(name, {key: row[key] for key in keys if key in row}, flush=True)
     for rank, one in enumerate(row.get("each", [])):
-        print(
-            f"    rank {rank}: GPU {gb('gpu_reserved', 'gpu_driver', of=one)}, host "
-            f"{gb('host_training', of=one)}, contexts on GPUs {one['contexts on GPUs']}"
-        )
+        print(f"    rank {rank}: {one}", flush=True)
     if plan := row.get("plan"):
         print(
-            f"    plan {plan['seconds']:.3f} s, bound by {plan['bound']}: "
-            f"{plan['seconds'] / row['seconds']:.2f} of it reached; "
-            f"GPU/host {gb('gpu_bytes', 'host_bytes', of=plan)}, {plan['resident']} chunks "
-            f"resident, streaming {plan['streaming']}\n    recorded: {row['where']}",
+            f"    plan: {plan['planned_seconds'] / row['seconds']:.2f} of it reached: {plan}\n"
+            f"    recorded: {row['where']}",
             flush=True,
         )
 
@@ -202,18 +177,11 @@ def show(name: str, row: dict[str, Any]) -> None:
 def main() -> None:
     """Parse, run the rows, write the record after each."""
     parser = harness.arguments(__doc__, json="zero_gpu.json")
-    parser.add_argument("--quick", action="store_true", help="8 layers, 5 steps")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--width", type=int, default=2560)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int)
     parser.add_argument("--only", default="", help="rows whose names begin so, separated by ;")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--limit", type=float, default=150, help="seconds for a row")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    given.layers = given.layers or (8 if given.quick else 32)
-    given.steps = given.steps or (5 if given.quick else 8)
     if given.one:
         run_one(given)
         return
@@ -226,12 +194,11 @@ def main() -> None:
     # torchrun would give each rank's OpenMP one thread.
     threads = str(max(1, len(os.sched_getaffinity(0)) // given.gpus))
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-    words = harness.arguments_of(given, "layers", "width", "batch", "steps")
     rows: dict[str, Any] = {}
     for name in ROWS:
         if not name.startswith(tuple(given.only.split(";"))):
             continue
-        job = harness.again("--one", name, *words, limit=given.limit, env=env, launcher=launcher)
+        job = harness.again("--one", name, limit=given.limit, env=env, launcher=launcher)
         rows[name] = {**job.row, "row_s": job.seconds}
         if "failed" in job.row and given.gpus == 1:  # else the launcher's memory
             rows[name]["host_until_then"] = job.peak

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -134,7 +132,7 @@ def timed(
 ) -> dict[str, Any]:
     """Seconds a step over `steps` steps in a row after the warm-up, from idle to idle: what a
     variant still does after its last step (`finish`) is in the time. `tokens`: of a rank's step."""
-    losses, each = [], []
+    losses = []
     preparing = host_peak()
     forget_peaks(gpu=False)
 
@@ -148,22 +146,37 @@ def timed(
     for _ in range(warmup):
         losses.append(step())
     idle()
-    start = before = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(steps):
         losses.append(step())
-        now = time.perf_counter()
-        each.append(now - before)
-        before = now
     idle()
     seconds = (time.perf_counter() - start) / steps
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "seconds": seconds,
-        "median_on_the_host": statistics.median(each),
         "tokens_per_second": tokens * ranks / seconds,
         "ranks": ranks,
         "host_preparing": preparing,
         "losses": [float(loss) for loss in losses],
+    }
+
+
+def planned(engine: zero.Engine) -> dict[str, Any]:
+    """What the plan said."""
+    plan = engine.plan
+    assert plan is not None
+    return {
+        "parameters": sum(place.numel for place in plan.places),
+        "planned_seconds": plan.step_seconds,
+        "bound": plan.bound,
+        "times": plan.times,
+        "gpu_planned": plan.gpu_bytes,
+        "host_planned": plan.host_bytes,
+        "checkpointing": plan.checkpointing,
+        "recomputed": len(plan.recomputed),
+        "resident": f"{len(plan.resident)}/{len(plan.places)}",
+        "streaming": plan.streaming,
+        "traced": plan.traced,
     }
 
 
@@ -194,18 +207,6 @@ class Driver:
             self._thread.join()
 
 
-def contexts() -> list[int]:
-    """The GPUs on which this process has a CUDA context: its own, and none that is another's."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    found = []
-    for gpu in range(torch.cuda.device_count()):
-        flags, active = ctypes.c_uint(), ctypes.c_int()
-        driver.cuDevicePrimaryCtxGetState(gpu, ctypes.byref(flags), ctypes.byref(active))
-        if active.value:
-            found.append(gpu)
-    return found
-
-
 def memory(driver: Driver, found: dict[str, Any]) -> dict[str, Any]:
     """Peaks in bytes, the largest of all ranks: of the GPU with preparation and probe; of the host
     with them ("host") and while training ("host_training"). "each": those of every rank."""
@@ -220,7 +221,7 @@ def memory(driver: Driver, found: dict[str, Any]) -> dict[str, Any]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine
     each: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(each, {**mine, "contexts on GPUs": contexts()})
+    dist.all_gather_object(each, mine)
     return {**{name: max(one[name] for one in each) for name in mine}, "each": each}
 
 

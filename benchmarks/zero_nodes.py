@@ -24,11 +24,12 @@ import harness
 import torch
 import torch.distributed as dist
 import zero_shapes as shapes
-from zero_models import GB, HYPER, share_cores, value_of
+from zero_models import GB, HYPER, planned, share_cores, value_of
 
 from evener import zero
 from evener.zero.form import names
 
+MODEL = "llama 2.7B"
 LOOKED = 6
 """The first step in which the guard looks (`evener.comm.guard`)."""
 
@@ -51,13 +52,13 @@ def train(
     """Tokens/s of all ranks together, and what went over the cards."""
     together = dist.is_initialized()
     tiny = given.tiny
-    model = shapes.model_of(given.model, tiny)
-    rows = 2 if tiny else given.rows
-    batch = shapes.batch_of(given.model, rows, model, device.type, tiny)
+    model = shapes.model_of(MODEL, tiny)
+    rows = 2 if tiny else 8
+    batch = shapes.batch_of(MODEL, rows, model, device.type, tiny)
     own: dict[str, Any] = {
-        "checkpointing": given.checkpointing == "true" or given.checkpointing,
+        "checkpointing": "auto",
         "device": device.type,
-        "budget": {"gpu": int(given.gpu * GB), "host": int(given.host * GB)},
+        "budget": {"gpu": 24 * GB, "host": 90 * GB},
         "nodes": given.nodes,
     }
     if together:
@@ -67,7 +68,7 @@ def train(
         "gradient_clipping": 1.0,
         "gradient_accumulation_steps": given.accumulation,
         "optimizer": {"type": "AdamW", "params": HYPER},
-        "data_types": {"grad_accum_dtype": given.gradients},
+        "data_types": {"grad_accum_dtype": "bf16"},
         "evener": own,
     }
     engine, *_ = zero.initialize(model=model, config=config, example=batch, weights=value_of)
@@ -101,28 +102,24 @@ def train(
     wire = (harness.sent_bytes() - before) / given.steps
     mine = engine.memory()["gradients between nodes"] - crossed
     ranks = dist.get_world_size() if together else 1
-    tokens = rows * (32 if tiny else shapes.MODELS[given.model][2]) * given.accumulation * ranks
+    tokens = rows * (32 if tiny else shapes.MODELS[MODEL][2]) * given.accumulation * ranks
     found = {
         "label": label,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "planned_seconds": plan.step_seconds,
-        "bound": plan.bound,
-        "times": plan.times,
+        **planned(engine),
         "copies": engine.ranks.replicas,
         "wire_per_step": wire,
         "payload_per_step": mine / given.steps,
-        "gpu_planned": plan.gpu_bytes,
+        "planned_payload": plan.crossing_bytes,
         "gpu_peak": engine.memory()["gpu peak"],
+        "ranks_per_node": engine.world,
+        "made_room": engine.room.said,
+        "crossing": crossing,
     }
-    found["ranks_per_node"] = engine.world
-    found["made_room"] = engine.room.said
-    found["plan"] = f"{plan.checkpointing} {len(plan.recomputed)}, resident {len(plan.resident)}"
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info()
         found["gpu_driver"] = whole - free
-    found["planned_payload"] = plan.crossing_bytes
-    found["crossing"] = crossing
     while crossing != "exact" and together and engine.global_steps < LOOKED:
         step()
     idle()
@@ -143,10 +140,9 @@ def show(row: dict[str, Any]) -> None:
     )
     if planned := row["planned_payload"]:
         line += (
-            f"; copies {row['copies']}; this node's cards sent {row['wire_per_step'] / GB:.3f} GB "
-            f"per step, {row['wire_per_step'] / planned / row['ranks_per_node']:.3f} x the plan's; "
-            f"payload {row['payload_per_step'] / planned:.3f} x; copies "
-            f"{'equal' if row['copies_equal'] else 'DIFFER'}; loss {row['losses'][-1]:.3f}"
+            f"; this node's cards sent {row['wire_per_step'] / GB:.3f} GB per step, "
+            f"{row['wire_per_step'] / planned / row['ranks_per_node']:.3f} x the plan's; copies "
+            f"{'equal' if row['copies_equal'] else 'DIFFER'}"
         )
     print(line, flush=True)
 
@@ -154,18 +150,11 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     """Alone, then together."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--model", default="llama 2.7B", choices=list(shapes.MODELS))
-    parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--accumulation", type=int, default=8)
-    parser.add_argument("--gradients", default="bf16", choices=["bf16", "fp32"], help="summed in")
     parser.add_argument("--crossing", default=["exact"], choices=names(), nargs="+")
-    parser.add_argument("--checkpointing", default="auto", choices=["auto", "true", "offload"])
     parser.add_argument("--nodes", default="replicate", choices=["auto", "replicate", "shard"])
-    parser.add_argument("--gpu", type=float, default=24, help="GB")
-    parser.add_argument("--host", type=float, default=90, help="GB for each process")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--skip-alone", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model on CPUs: a dry run")
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -174,9 +163,7 @@ def main() -> None:
     logging.getLogger("evener.zero").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     share_cores(rank, size)
     device = harness.device(threads=torch.get_num_threads())
-    rows = []
-    if not given.skip_alone:
-        rows.append(train(given, device, "one GPU, all of them at once"))
+    rows = [train(given, device, "one GPU, all of them at once")]
     if size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         for form in given.crossing:
@@ -186,7 +173,7 @@ def main() -> None:
         return
     for row in rows:
         show(row)
-    for row in [] if given.skip_alone else rows[1:]:
+    for row in rows[1:]:
         ratio = row["tokens_per_second"] / rows[0]["tokens_per_second"]
         planned = size * rows[0]["planned_seconds"] / row["planned_seconds"]
         fallen = f"; {len(row['fallen_back'])} chunks fell back" if row["fallen_back"] else ""

@@ -87,20 +87,14 @@ BUDGETS: dict[str, tuple[float, float, float]] = {
 }
 
 
-def rows_in_order() -> list[tuple[int, str, float, int]]:
-    """(round, model, budget in GB, rows of the batch): each model's tight budget first."""
-    found = []
-    for model, budgets in BUDGETS.items():
-        factor = 4 if model in ("vit 1B",) else 1
-        order = [(budgets[0], 8), (budgets[1], 8), (budgets[2], 8), *((b, 2) for b in budgets)]
-        for number, (budget, rows) in enumerate(order, 1):
-            found.append((number, model, budget, rows * factor))
-    return sorted(found, key=lambda row: row[0])
-
-
-def name_of(model: str, budget: float, rows: int) -> str:
-    """A row's name."""
-    return f"{model}, {budget:g} GB, batch {rows}"
+def rows_in_order() -> list[tuple[str, float, int]]:
+    """(model, budget in GB, rows of the batch): each model's tight budget first."""
+    return [
+        (model, budgets[at], 4 * rows if model == "vit 1B" else rows)
+        for rows in (8, 2)
+        for at in range(3)
+        for model, budgets in BUDGETS.items()
+    ]
 
 
 def drawn(name: str, tiny: bool) -> Any:

@@ -148,33 +148,21 @@ def search_and_train(given: argparse.Namespace) -> None:
 def show(name: str, found: dict[str, Any]) -> list[str]:
     """Print a case; what is not as it must be."""
     wrong = []
-    gpu, host = found["gpu"], found["host"]
-    print(
-        f"{name} an SSD: {found['layers']} layers, {found['parameters'] / 1e9:.2f} B parameters "
-        f"(searched {found['searched_s']:.0f} s, ready in {found['prepared_s']:.0f} s)\n"
-        f"  one layer more: {found['refused'].splitlines()[0] if found['refused'] else 'TRAINS'}\n"
-        f"  GPU {gpu['peak'] / GB:.2f} GB of {gpu['planned'] / GB:.2f} planned, host "
-        f"{host['peak'] / GB:.2f} of {host['planned'] / GB:.2f}; passes run again {found['again']}"
-    )
-    for number, row in enumerate(found["steps"], 1):
-        moved = row["read"] + row["written"]
-        said = ""
-        if moved:
-            both = found["rates"]["both"]
-            row["bound"] = bound = row["backward"] + max(row["forward"], moved / both)
-            said = (
-                f"; {row['read'] / GB:.3f} GB read and {row['written'] / GB:.3f} written, plan "
-                f"{found['file'] / GB:.3f} each; {moved / row['optimizer'] / GB:.2f} GB/s of "
-                f"{both / GB:.2f}; bound {bound:.2f} s: {row['seconds'] / bound:.2f} x"
-            )
-        print(f"  step {number}: loss {row['loss']:.4f}, {row['seconds']:.2f} s{said}", flush=True)
+    keys = ("layers", "parameters", "searched_s", "prepared_s", "gpu", "host", "file", "again")
+    print(f"{name} an SSD: {({key: found[key] for key in keys})}\n  one layer more: "
+          f"{found['refused'].partition(chr(10))[0] or 'TRAINS'}")  # fmt: skip
+    for row in found["steps"]:
+        if moved := row["read"] + row["written"]:
+            row["bound"] = row["backward"] + max(row["forward"], moved / found["rates"]["both"])
+            row["x the bound"] = row["seconds"] / row["bound"]
+        print(f"  {row}", flush=True)
         if not math.isfinite(row["loss"]):
             wrong.append(f"{name}: the loss is {row['loss']}")
         if not row["read"] <= found["file"] or not row["written"] <= found["file"]:
             wrong.append(f"{name}: more bytes than planned")
     if not found["refused"]:
         wrong.append(f"{name}: one layer more was not refused")
-    if gpu["peak"] > gpu["budget"]:
+    if found["gpu"]["peak"] > found["gpu"]["budget"]:
         wrong.append(f"{name}: GPU over the budget")
     return wrong
 

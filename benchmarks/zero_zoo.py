@@ -1,7 +1,7 @@
 """Models that nobody here wrote under the memory engine: within their budgets, and beside peers.
 
-    python benchmarks/zero_zoo.py [budgets] [--rounds 1,2]  # plan and time, a row after another
-    python benchmarks/zero_zoo.py peers --gpu 24            # beside DeepSpeed and FSDP2
+    python benchmarks/zero_zoo.py                  # plan and time, a row after another
+    python benchmarks/zero_zoo.py peers --gpu 24   # beside DeepSpeed and FSDP2
 
 Models are transformers' own with drawn weights, checkpointing "auto", clipping at 1.0, the loss
 their own; nothing is tuned. `budgets`: 12 models x 3 budgets x 2 batches; each row has what the
@@ -31,7 +31,18 @@ import torch
 import zero_peers as peers
 import zero_shapes as shapes
 from harness.records import RESULTS
-from zero_models import GB, HYPER, Driver, forget_peaks, host_peak, memory, place, timed, value_of
+from zero_models import (
+    GB,
+    HYPER,
+    Driver,
+    forget_peaks,
+    host_peak,
+    memory,
+    place,
+    planned,
+    timed,
+    value_of,
+)  # fmt: skip
 
 from evener import zero
 from evener.base.budget import resident_now
@@ -42,13 +53,13 @@ SYSTEMS = ("Evener", "DeepSpeed", "FSDP2")
 ROWS = 8
 
 
-def config_of(budget: dict[str, int], device: str, **own: Any) -> dict[str, Any]:
+def config_of(budget: dict[str, int], device: str) -> dict[str, Any]:
     """As a user has it: nothing is tuned."""
     return {
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": HYPER},
-        "evener": {"checkpointing": "auto", "device": device, "budget": budget, **own},
+        "evener": {"checkpointing": "auto", "device": device, "budget": budget},
     }
 
 
@@ -64,14 +75,13 @@ def measure(
 ) -> dict[str, Any]:
     """One row of `budgets`."""
     tiny, cuda = given.tiny, torch.cuda.is_available() and not given.tiny
-    warmup, steps = 5, 4
     model = shapes.model_of(model_name, tiny)
     batch = shapes.batch_of(model_name, rows, model, "cuda" if cuda else "cpu", tiny)
     limit = int(budget * (4e6 if tiny else GB))
     config = config_of(
-        {"gpu": limit, "host": int(given.host * GB)}, "cuda" if cuda else "simulated",
-        rehearse=given.rehearse,
-    )  # fmt: skip
+        {"gpu": limit, "host": int(given.host * GB)}, "cuda" if cuda else "simulated"
+    )
+    config["evener"]["rehearse"] = True
     begun = time.perf_counter()
     forget_peaks()
     machine = dataclasses.replace(machine, host_reserve=resident_now() + (LIBRARIES if cuda else 0))
@@ -87,55 +97,25 @@ def measure(
             "needs over budget": error.plan.gpu_bytes / limit,
         }
     prepared = time.perf_counter() - begun
-    plan = engine.plan
-    assert plan is not None
     forget_peaks()
-    losses, each, room = [], list[float](), list[str]()
-
-    def idle() -> float:
-        engine.drain()
-        harness.settle()
-        return time.perf_counter()
-
+    tokens = shapes.MODELS[model_name][2] * rows
     with Driver() as driver:
-        for step in range(warmup + steps):
-            if step == warmup:
-                begun = idle()
-            before = time.perf_counter()
-            losses.append(_step(engine, batch))
-            each.append(time.perf_counter() - before)
-            room += [f"step {step}: {said}" for said in engine.room.said[len(room) :]]
-        seconds = (idle() - begun) / steps
-    used = engine.memory()
-    found = {
-        "parameters": sum(place.numel for place in plan.places),
+        found = timed(functools.partial(_step, engine, batch), tokens, 4, engine.drain, warmup=5)
+    used, seconds = engine.memory(), found["seconds"]
+    found |= planned(engine) | {
         "prepared_s": prepared,
-        "seconds": seconds,
-        "tokens_per_second": shapes.MODELS[model_name][2] * rows / seconds,
-        "planned_seconds": plan.step_seconds,
-        "speed_over_plan": plan.step_seconds / seconds,
         "expected_seconds": engine.expected_seconds,
         "speed_over_expected": engine.expected_seconds / seconds,
         "searched": engine.device.searched(),
-        "bound": plan.bound,
-        "times": plan.times,
-        "checkpointing": plan.checkpointing,
-        "recomputed": len(plan.recomputed),
-        "traced": plan.traced,
-        "resident": f"{len(plan.resident)}/{len(plan.places)}",
-        "streaming": plan.streaming,
         "budget": limit,
-        "gpu_planned": plan.gpu_bytes,
         "gpu_peak": used["gpu peak"],
         "gpu_allocated": torch.cuda.max_memory_allocated() if cuda else 0,
         "gpu_driver": driver.peak,
-        "host_planned": plan.host_bytes,
         "host_peak": host_peak(),
         "again": used["passes run again"],
-        "made_room": room,
-        "each_s": each,
-        "losses": [float(loss) for loss in losses],
+        "made_room": engine.room.said,
     }
+    found["speed_over_plan"] = found["planned_seconds"] / seconds
     engine.close()
     return found
 
@@ -166,17 +146,8 @@ def beside(name: str, system: str, given: argparse.Namespace) -> dict[str, Any]:
             engine, *_ = zero.initialize(
                 model=model, config=config, example=batch, weights=value_of
             )
-            plan = engine.plan
-            assert plan is not None
             found = timed(functools.partial(_step, engine, batch), tokens, 4, engine.drain)
-            found |= {
-                "planned_seconds": plan.step_seconds,
-                "bound": plan.bound,
-                "gpu_planned": plan.gpu_bytes,
-                "checkpointing": plan.checkpointing,
-                "streaming": plan.streaming,
-                "resident": f"{len(plan.resident)}/{len(plan.places)}",
-            }
+            found |= planned(engine)
             engine.close()
         return {**found, **memory(driver, found)}
 
@@ -204,42 +175,15 @@ def run_one(given: argparse.Namespace) -> None:
         harness.say(failed=f"{type(error).__name__}: {said[0][:300]}")
 
 
-def named(rounds: str = "") -> dict[str, tuple[str, float, int]]:
+def named() -> dict[str, tuple[str, float, int]]:
     """The rows of `budgets`, in order."""
-    wanted = {int(text) for text in rounds.split(",")} if rounds else set(range(1, 7))
-    return {
-        shapes.name_of(model, budget, rows): (model, budget, rows)
-        for number, model, budget, rows in shapes.rows_in_order()
-        if number in wanted
-    }
+    return {f"{model}, {budget:g} GB, batch {rows}": (model, budget, rows)
+            for model, budget, rows in shapes.rows_in_order()}  # fmt: skip
 
 
-def show(name: str, row: dict[str, Any], unit: float) -> None:
-    """A line of the table."""
-    if "failed" in row:
-        text = f"FAILED {row['failed'][:200]}"
-    elif "refused" in row:
-        text = f"refused: needs {row['needs']:.2f}, {row['needs over budget']:.2f} x the budget"
-    elif "gpu_peak" not in row:
-        plan = f", plan x {row['planned_seconds'] / row['seconds']:.2f}" if "bound" in row else ""
-        text = (
-            f"{row['seconds']:.3f} s {row['tokens_per_second']:8,.0f} tokens/s{plan}; GPU "
-            f"{row['gpu_allocated'] / unit:.2f}/{row['gpu_reserved'] / unit:.2f} GB, host "
-            f"{row['host'] / unit:.2f} GB"
-        )
-    else:
-        speed = ""
-        if "tokens_per_second" in row:
-            speed = f"{row['tokens_per_second']:8,.0f} tok/s, plan x {row['speed_over_plan']:.2f}; "
-        text = (
-            f"{speed}GPU {row['gpu_peak'] / unit:.2f}"
-            f"{'' if row['gpu_peak'] <= row['budget'] else ' OVER'}, plan "
-            f"{row['gpu_planned'] / row['gpu_peak']:.3f} x; host {row['host_peak'] / unit:.2f}, "
-            f"plan {row['host_planned'] / row['host_peak']:.3f} x; {row['checkpointing']} "
-            f"{row['recomputed']}, resident {row['resident']}, again {row['again']}"
-            f"{''.join(f'; made room: {said}' for said in row['made_room'])}"
-        )
-    print(f"{name:36} {text}, {row['row_s']:.0f} s", flush=True)
+SHOWN = ("failed", "refused", "needs over budget", "tokens_per_second", "speed_over_plan",
+         "gpu_planned", "gpu_peak", "gpu_reserved", "host_planned", "host_peak", "host",
+         "checkpointing", "resident", "again", "made_room", "row_s")  # fmt: skip
 
 
 def summary(rows: dict[str, Any]) -> None:
@@ -277,13 +221,10 @@ def main() -> None:
                         default="budgets")  # fmt: skip
     parser.add_argument("--budget-s", type=float, default=300, help="seconds in which rows begin")
     parser.add_argument("--only", default="", help="rows whose names begin so, separated by ;")
-    parser.add_argument("--rounds", default="", help="as 1,2: 1 is each model's tightest budget")
     parser.add_argument("--limit", type=float, default=200, help="seconds for a row")
     parser.add_argument("--host", type=float, default=100, help="GB of host memory for a row")
     parser.add_argument("--gpu", type=float, default=24, help="peers: GB of the GPU for Evener")
     parser.add_argument("--again", action="store_true", help="run failed rows again")
-    parser.add_argument("--rehearse", action=argparse.BooleanOptionalAction, default=True,
-                        help="units run before the plan")  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU: a dry run")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -296,10 +237,9 @@ def main() -> None:
     given.json = given.json or RESULTS / f"{name}.json"
     kept = harness.Kept(given, ["transformers", "peft", "deepspeed"])
     of_peers = [f"{model}, {system}" for model in PEERS for system in SYSTEMS]
-    every = of_peers if given.what == "peers" else list(named(given.rounds))
+    every = of_peers if given.what == "peers" else list(named())
     todo = kept.missing(every, given.only, given.again)
     words = [given.what, *harness.arguments_of(given, "host", "gpu", "tiny")]
-    words += [] if given.rehearse else ["--no-rehearse"]
     if any(name.endswith("DeepSpeed") for name in todo):
         harness.again(*words, "--one", "compile", limit=given.limit)
     end = time.monotonic() + given.budget_s
@@ -310,7 +250,7 @@ def main() -> None:
         row = {**job.row, "row_s": job.seconds}
         probe = row.pop("probe", None)
         kept.add(name, row, **({"probe": probe} if probe else {}))
-        show(name, row, 1e6 if given.tiny else GB)
+        print(name, {key: row[key] for key in SHOWN if key in row}, flush=True)
     (summary_of_peers if given.what == "peers" else summary)(kept.rows)
 
 

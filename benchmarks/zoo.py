@@ -5,7 +5,6 @@
     python benchmarks/zoo.py --rates 25 --budget-s 540    # goes on where it stopped
     python benchmarks/zoo.py --models gpt2,swin_b --rates 10 --columns ddp,fp16,int8
     python benchmarks/zoo.py --tiny --device cpu --rates 0.1
-    python benchmarks/zoo.py --show                       # the table of what is in the file
 
 Two simulated nodes of one GPU each (`evener lab`), links of given Gb/s. One process per rank and
 rate trains all models, a model after another; all columns of a model live side by side and take
@@ -39,7 +38,6 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -61,7 +59,8 @@ BESIDE = {
     "topk": ("ddp", "fp16", "bf16", "powersgd"),
     "lowrank": ("ddp", "fp16", "bf16", "powersgd"),
 }
-_MOST_SETTLING = 700
+_MOST_SETTLING, _MOST_STEPS = 700, 15  # the second: in a column and round
+_ERROR = 0.007  # of a median, as a share
 
 
 # --- in the nodes ---
@@ -81,7 +80,7 @@ def worker(settings: argparse.Namespace) -> None:
         torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
     else:
-        torch.set_num_threads(settings.threads)
+        torch.set_num_threads(1)
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=120))
     control = dist.new_group(backend="gloo")
 
@@ -215,7 +214,7 @@ class Measurement:
         except Exception as error:  # noqa: BLE001 - the other models go on
             return {**row, "error": f"{type(error).__name__}: {error}"[:500]}
         torch.manual_seed(100 + int(os.environ["RANK"]))
-        size = settings.batch or (8 if settings.tiny else entry.batch)
+        size = 8 if settings.tiny else entry.batch
         batch = tuple(part.to(settings.device) for part in entry.data(settings.tiny, size))
         row["batch"] = size
         row["gradient_bytes"] = sum(
@@ -241,7 +240,7 @@ class Measurement:
             for column in columns if turn % 2 == 0 else columns[::-1]:
                 column.steps += self._timed(column, counts[column.name])
             # All ranks have the same times.
-            if turn + 1 >= settings.rounds and all(c.error <= settings.error for c in columns):
+            if turn + 1 >= settings.rounds and all(c.error <= _ERROR for c in columns):
                 break
         gc.enable()
         gc.unfreeze()
@@ -298,7 +297,7 @@ class Measurement:
         times = self._timed(column, 1)
         count = math.ceil(1e3 * self.settings.seconds / times[0])
         column.steps = times if count == 1 else []
-        return min(self.settings.most_steps, count)
+        return min(_MOST_STEPS, count)
 
     def _timed(self, column: Column, steps: int) -> list[float]:
         """Milliseconds of `steps` steps after one that does not count; the slower rank's."""
@@ -373,33 +372,12 @@ class Measurement:
 # --- outside of them ---
 
 
-class Kept:
-    """The results' file: rows by model and rate, in the order in which they came."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.record: dict[str, Any] = {"schema": "evener.zoo/1", "runs": [], "rows": []}
-        if path.exists():
-            self.record = json.loads(path.read_text(encoding="utf-8"))
-
-    def has(self, model: str, rate: float, columns: list[str]) -> bool:
-        """Whether nothing is left to measure."""
-        return any(
-            row["model"] == model and row["rate"] == rate and set(columns) <= set(row["cells"])
-            for row in self.record["rows"]
-        )
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Instead of an older one of that model and rate."""
-        same = (row["model"], row["rate"])
-        self.record["rows"] = [
-            *(old for old in self.record["rows"] if (old["model"], old["rate"]) != same),
-            row,
-        ]
-        harness.write(self.path, self.record)
+def named(model: str, rate: float) -> str:
+    """A row's name in the file."""
+    return f"{model} at {rate:g} Gb/s"
 
 
-def at_rate(settings: argparse.Namespace, kept: Kept, timeout: float) -> list[str]:
+def at_rate(settings: argparse.Namespace, kept: harness.Kept, timeout: float) -> list[str]:
     """Train `settings.models` in one lab; returns the models of which no row came."""
     left, begun = list(settings.models), [""]
 
@@ -411,8 +389,10 @@ def at_rate(settings: argparse.Namespace, kept: Kept, timeout: float) -> list[st
         begun[0] = told.get("begins", "")
         if row := told.get("row"):
             left.remove(row["model"])
-            kept.add(row)
-            print(said(row), flush=True)
+            kept.add(named(row["model"], settings.rate), row)
+            cells = {name: cell.get("error", cell.get("step_ms"))
+                     for name, cell in row["cells"].items()}  # fmt: skip
+            print(f"  {row['model']}, ms: {row.get('error', cells)}", flush=True)
 
     rate = f"{settings.rate:g}gbit" if settings.rate >= 1 else f"{1000 * settings.rate:g}mbit"
     env = {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"), "EVENER_LOG": "info"}
@@ -421,19 +401,10 @@ def at_rate(settings: argparse.Namespace, kept: Kept, timeout: float) -> list[st
     if job.status and begun[0]:
         left.remove(begun[0])
         error = f"the job ended with {job.failed}"
-        kept.add({"model": begun[0], "rate": settings.rate, "cells": {}, "error": error})
+        row = {"model": begun[0], "rate": settings.rate, "cells": {}, "error": error}
+        kept.add(named(begun[0], settings.rate), row)
         print(f"  {begun[0]}: {error}", flush=True)
     return left
-
-
-def said(row: dict[str, Any]) -> str:
-    """One line about a row."""
-    cells = ", ".join(
-        f"{name} {cell['error'][:60] if 'error' in cell else str(cell['step_ms']) + ' ms'}"
-        for name, cell in row["cells"].items()
-    )
-    where = f"  {row['model']} at {row['rate']:g} Gb/s ({row.get('took_s', 0)} s): "
-    return where + (row.get("error") or cells)
 
 
 def step(row: dict[str, Any], column: str) -> float | None:
@@ -499,26 +470,18 @@ def main() -> int:
     parser.add_argument("--rates", default="25,10,1", help="Gb/s of a node's link")
     parser.add_argument("--columns", help="default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small models, for CPUs")
-    parser.add_argument("--batch", type=int, default=0, help="samples a rank, for all models")
+    parser.add_argument("--tiny", action="store_true", help="small stand-ins, for CPUs")
     parser.add_argument("--seconds", type=float, default=0.4, help="of steps, a column and round")
     parser.add_argument("--rounds", type=int, default=4, help="of all columns, in turn")
     parser.add_argument("--most-rounds", type=int, default=12, help="where steps scatter")
-    parser.add_argument("--error", type=float, default=0.007, help="of a median, as a share")
-    parser.add_argument("--most-steps", type=int, default=15, help="in a column and round")
-    parser.add_argument("--threads", type=int, default=1, help="of a rank, on CPUs")
     parser.add_argument("--budget-s", type=float, default=0, help="begin no model after so long")
     parser.add_argument("--again", action="store_true", help="also what is in the file")
-    parser.add_argument("--show", action="store_true", help="measure nothing, print the table")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         worker(argparse.Namespace(**json.loads(given.worker)))
         return 0
-    kept = Kept(given.json)
-    if given.show:
-        print(table(kept.record["rows"]))
-        return 0
+    kept = harness.Kept(given, ["timm", "transformers"])
     from zoo_models import ZOO
 
     models = harness.choose(given.models, list(ZOO), "model")
@@ -527,9 +490,12 @@ def main() -> int:
         columns = [name for name in columns if name != "powersgd"]
     began = time.time()
     until = began + (given.budget_s or 1e9)
-    kept.record["runs"].append(harness.record(given, ["timm", "transformers"]))
     for rate in map(float, given.rates.split(",")):
-        left = [m for m in models if given.again or not kept.has(m, rate, columns)]
+        left = []
+        for model in models:
+            cells = kept.rows.get(named(model, rate), {}).get("cells", {})
+            if given.again or not set(columns) <= set(cells):
+                left.append(model)
         for _ in range(3):  # a model that ends the job is noted, and the others go on
             if not left or time.time() >= until:
                 break
@@ -538,8 +504,7 @@ def main() -> int:
             told |= {"models": left, "columns": columns, "rate": rate, "until": until}
             timeout = max(60.0, until - time.time() + 45) if given.budget_s else 7200.0
             left = at_rate(argparse.Namespace(**told), kept, timeout)
-    harness.write(kept.path, kept.record)
-    print(f"\n{table(kept.record['rows'])}\n{time.time() - began:.0f} s; {kept.path}")
+    print(f"\n{table(list(kept.rows.values()))}\n{time.time() - began:.0f} s; {kept.path}")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Twenty models that this project did not make, for zoo.py: torchvision's, timm's, transformers'.
 
 Each is a module whose forward takes a batch and gives the loss, with random inputs of the size that
-its authors trained on. `--tiny` has each in small, for CPUs: the same layers and fewer of them.
+its authors trained on. With `--tiny`, for CPUs, a small model of the same library stands in.
 """
 
 from __future__ import annotations
@@ -73,13 +73,9 @@ class Lstm(nn.Module):
         return cross_entropy(out.flatten(0, 1), text[:, 1:].flatten())
 
 
-def _images(size: int, tiny_size: int = 64) -> Callable[[bool, int], Batch]:
-    def data(tiny: bool, batch: int) -> Batch:
-        side = tiny_size if tiny else size
-        classes = 10 if tiny else 1000
-        return torch.randn(batch, 3, side, side), torch.randint(classes, (batch,))
-
-    return data
+def _images(tiny: bool, batch: int) -> Batch:
+    side, classes = (64, 10) if tiny else (224, 1000)
+    return torch.randn(batch, 3, side, side), torch.randint(classes, (batch,))
 
 
 def _text(symbols: int, length: int) -> Callable[[bool, int], Batch]:
@@ -89,30 +85,28 @@ def _text(symbols: int, length: int) -> Callable[[bool, int], Batch]:
     return data
 
 
-def _vision(name: str, batch: int, small: Callable[[Any], nn.Module] | None = None) -> Entry:
-    """One of torchvision's; `small(models)` its tiny variant, where it is not small itself."""
+def _vision(name: str, batch: int) -> Entry:
+    """One of torchvision's."""
 
     def make(tiny: bool) -> nn.Module:
-        import torchvision.models as models
+        from torchvision.models import get_model
 
-        if tiny and small is not None:
-            return Classifier(small(models))
-        return Classifier(models.get_model(name, weights=None, num_classes=10 if tiny else 1000))
+        classes = 10 if tiny else 1000
+        return Classifier(get_model("squeezenet1_1" if tiny else name, num_classes=classes))
 
-    return Entry(make, _images(224), batch)
+    return Entry(make, _images, batch)
 
 
-def _timm(name: str, batch: int, tiny_name: str = "", **small: Any) -> Entry:
-    """One of timm's; `small`: what makes it, or `tiny_name`, tiny."""
+def _timm(name: str, batch: int) -> Entry:
+    """One of timm's."""
 
     def make(tiny: bool) -> nn.Module:
         import timm
 
-        given = {"num_classes": 10, **small} if tiny else {}
-        chosen = tiny_name if tiny and tiny_name else name
-        return Classifier(timm.create_model(chosen, pretrained=False, **given))
+        classes = 10 if tiny else 1000
+        return Classifier(timm.create_model("resnet10t" if tiny else name, num_classes=classes))
 
-    return Entry(make, _images(224, small.get("img_size", 64)), batch)
+    return Entry(make, _images, batch)
 
 
 def _hugging(
@@ -138,30 +132,6 @@ def _hugging(
     return Entry(make, _text(symbols, length), batch, optimizer, amp=True, clip=clip)
 
 
-def _small_swin(models: Any) -> nn.Module:
-    made: nn.Module = models.swin_transformer.SwinTransformer(
-        [4, 4], 24, [1, 1, 2, 1], [2, 2, 4, 4], [4, 4], num_classes=10
-    )
-    return made
-
-
-def _small_convnext(models: Any) -> nn.Module:
-    setting = models.convnext.CNBlockConfig
-    blocks = [setting(16, 32, 1), setting(32, 64, 1), setting(64, None, 2)]
-    made: nn.Module = models.ConvNeXt(blocks, num_classes=10)
-    return made
-
-
-def _small_vit(models: Any) -> nn.Module:
-    made: nn.Module = models.VisionTransformer(64, 16, 3, 4, 64, 128, num_classes=10)
-    return made
-
-
-def _small_densenet(models: Any) -> nn.Module:
-    made: nn.Module = models.DenseNet(8, (4, 4, 6, 4), 16, num_classes=10)
-    return made
-
-
 def _lstm(tiny: bool) -> nn.Module:
     return Lstm(500, 64) if tiny else Lstm(33278, 1024)
 
@@ -171,19 +141,17 @@ _TINY_MLP = {**_TINY, "intermediate_size": 128}
 
 # In the order in which they are measured: those first on which the most has gone wrong.
 ZOO: dict[str, Entry] = {
-    "densenet121": _vision("densenet121", 64, _small_densenet),
-    "swin_b": _vision("swin_b", 64, _small_swin),
+    "densenet121": _vision("densenet121", 64),
+    "swin_b": _vision("swin_b", 64),
     "gpt2": _hugging(
         "GPT2:LMHeadModel", 8, 1024, 50257,
         {"n_embd": 64, "n_layer": 2, "n_head": 2}, clip=1.0,
     ),
-    "convnext_base": _vision("convnext_base", 64, _small_convnext),
-    "regnet_y_32gf": _vision("regnet_y_32gf", 64, lambda m: m.regnet_y_400mf(num_classes=10)),
-    "mobilenet_v3_large": _vision(
-        "mobilenet_v3_large", 128, lambda m: m.mobilenet_v3_small(num_classes=10)
-    ),
+    "convnext_base": _vision("convnext_base", 64),
+    "regnet_y_32gf": _vision("regnet_y_32gf", 64),
+    "mobilenet_v3_large": _vision("mobilenet_v3_large", 128),
     "efficientnet_b0": _vision("efficientnet_b0", 128),
-    "vit_b_16": _vision("vit_b_16", 64, _small_vit),
+    "vit_b_16": _vision("vit_b_16", 64),
     "bert-base": _hugging("Bert:ForMaskedLM", 16, 512, 30522, _TINY_MLP),
     "t5-small": _hugging(
         "T5:ForConditionalGeneration", 16, 512, 32128,
@@ -197,12 +165,12 @@ ZOO: dict[str, Entry] = {
         num_attention_heads=8, num_key_value_heads=4, num_local_experts=8,
     ),
     "lstm": Entry(_lstm, _text(33278, 128), 64),
-    "resnet50": _vision("resnet50", 128, lambda m: m.mnasnet0_5(num_classes=10)),
-    "vgg16": _vision("vgg16", 64, lambda m: m.squeezenet1_1(num_classes=10)),
-    "mixer_b16": _timm("mixer_b16_224", 64, "mixer_s32_224", img_size=64, num_blocks=1),
-    "resnext50": _timm("resnext50_32x4d", 64, layers=(1, 1, 1, 1), base_width=1),
-    "deit_small": _timm("deit_small_patch16_224", 128, img_size=64, embed_dim=48, depth=2),
-    "efficientnetv2_s": _timm("tf_efficientnetv2_s", 64, channel_multiplier=0.25),
+    "resnet50": _vision("resnet50", 128),
+    "vgg16": _vision("vgg16", 64),
+    "mixer_b16": _timm("mixer_b16_224", 64),
+    "resnext50": _timm("resnext50_32x4d", 64),
+    "deit_small": _timm("deit_small_patch16_224", 128),
+    "efficientnetv2_s": _timm("tf_efficientnetv2_s", 64),
     "llama-like": _hugging(
         "Llama:ForCausalLM", 8, 1024, 32000,
         {**_TINY_MLP, "num_key_value_heads": 2}, clip=1.0,

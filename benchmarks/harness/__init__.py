@@ -10,7 +10,7 @@ machine and the versions stand in every record. What needs a process of its own 
 from .jobs import MARK, Job, again, arguments_of, in_lab, ranks, say
 from .places import device, join, sent_bytes, settle
 from .records import Kept, arguments, choose, keep, record, show, write
-from .turns import interval, quartiles, ratio, turns
+from .turns import interval, paired, quartiles, ratio, turns
 
 __all__ = [
     "MARK",
@@ -25,6 +25,7 @@ __all__ = [
     "interval",
     "join",
     "keep",
+    "paired",
     "quartiles",
     "ranks",
     "ratio",

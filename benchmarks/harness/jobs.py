@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,14 +58,15 @@ class Job:
         """What was said last, or why nothing was, as `failed`."""
         return self.said[-1] if self.said else {"failed": self.failed}
 
-    def hear(self, rank: int, stream: str, line: str) -> bool:
-        """A line of a rank; whether it was a result."""
+    def hear(self, rank: int, stream: str, line: str) -> dict[str, Any] | None:
+        """Take a line of a rank; return the result, where it is one."""
         if line.startswith(MARK):
-            self.said.append(json.loads(line.removeprefix(MARK)))
-            return True
+            found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+            self.said.append(found)
+            return found
         if (stream == "stderr" and "Error" in line) or "NCCL WARN" in line:
             self.errors.append(f"rank {rank}: {line.strip()[:300]}")
-        return False
+        return None
 
 
 def arguments_of(given: argparse.Namespace, *names: str) -> list[str]:
@@ -119,11 +121,16 @@ def again(
 
 
 def ranks(
-    *words: str, count: int = 2, limit: float = 600, env: Mapping[str, str] | None = None
+    *words: str,
+    count: int = 2,
+    limit: float = 600,
+    env: Mapping[str, str] | None = None,
+    heard: Callable[[dict[str, Any]], None] | None = None,
 ) -> Job:
     """This script as `count` ranks over loopback, with torch's variables; `count` pretended nodes.
 
-    The lines of rank 0 are in the job.
+    `heard` is told every result, from the threads that read them. After `limit` seconds all are
+    ended: status 9.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -136,18 +143,27 @@ def ranks(
             "NCCL_HOSTID": f"node{rank}", "GLOO_SOCKET_IFNAME": "lo", **(env or {}),
         }  # fmt: skip
         argv = [sys.executable, str(Path(sys.argv[0]).resolve()), *words]
-        processes.append(
-            subprocess.Popen(
-                argv, env=told, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                text=True,
-            )
-        )  # fmt: skip
+        processes.append(subprocess.Popen(argv, env=told, stdout=subprocess.PIPE, text=True))
     job = Job()
+
+    def read(rank: int) -> None:
+        for line in processes[rank].stdout or ():
+            if (found := job.hear(rank, "stdout", line)) is not None:
+                if heard:
+                    heard(found)
+            elif rank == 0:
+                print(line, end="", flush=True)
+
     try:
-        for line in processes[0].communicate(timeout=limit)[0].splitlines():
-            if not job.hear(0, "stdout", line):
-                print(line, flush=True)
-        job.status = max(abs(process.wait(timeout=60)) for process in processes)
+        end = time.monotonic() + limit
+        with ThreadPoolExecutor(count) as readers:
+            readers.map(read, range(count))
+            while any(process.poll() is None for process in processes):
+                time.sleep(0.05)
+                if time.monotonic() > end:
+                    for process in processes:
+                        process.kill()
+        job.status = max(abs(process.wait()) for process in processes)
     finally:
         for process in processes:
             process.kill()
@@ -180,9 +196,9 @@ def in_lab(
             prepare(lab)
 
         def on_line(rank: int, _node: str, stream: str, line: str) -> None:
-            if job.hear(rank, stream, line):
+            if (found := job.hear(rank, stream, line)) is not None:
                 if heard:
-                    heard(job.said[-1])
+                    heard(found)
             elif hear:
                 hear(lab, rank, line)
 

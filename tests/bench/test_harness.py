@@ -93,6 +93,16 @@ def test_figures_of_samples(harness: ModuleType) -> None:
     assert harness.interval([1.0]) != harness.interval([1.0])  # NaN
 
 
+def test_the_interval_is_that_of_paired_differences(harness: ModuleType) -> None:
+    exact = {0: 98.0, 1: 98.5, 2: 99.0}
+    found = harness.paired({2: 100.0, 0: 97.0, 1: 98.5, 3: 0.0}, exact)
+    assert found["difference"] == 0.0 and found["mean"] == pytest.approx(295.5 / 4)
+    assert found["interval"] == pytest.approx(4.303 / 3**0.5)
+    assert harness.paired({0: 98.0}, exact) == {"mean": 98.0, "difference": 0.0}
+    assert harness.paired({7: 98.0}, exact) == {"mean": 98.0}
+    assert harness.paired({}, exact) == {}
+
+
 def test_a_record_has_all_that_a_figure_was_made_with(tmp_path: Path) -> None:
     script, out = tmp_path / "some_benchmark.py", tmp_path / "out.json"
     script.write_text(SCRIPT.format(folder=str(BENCHMARKS)))
@@ -110,7 +120,8 @@ def test_a_record_has_all_that_a_figure_was_made_with(tmp_path: Path) -> None:
     assert found["good"] == {"seen": "yes"}
     assert "ValueError: the third step" in found["bad"] and "status 1" in found["bad"]
     assert found["late"] == {"failed": "status -9; ran past 0 s"}
-    assert found["world"] == [{"rank": "0", "of": "2"}]
+    assert sorted(one["rank"] for one in found["world"]) == ["0", "1"]
+    assert {one["of"] for one in found["world"]} == {"2"}
 
 
 def test_rows_are_kept_over_calls(harness: ModuleType, tmp_path: Path) -> None:

@@ -44,11 +44,5 @@ def test_compressed_training_reaches_the_accuracy_of_exact() -> None:
     exact = both[0].pop("exact")
     assert statistics.mean(exact) > 90
     for mode, values in both[0].items():
-        difference = digits.summary(values, exact)["difference"]
+        difference = statistics.mean(values) - statistics.mean(exact)
         assert difference > -MARGINS[mode], (mode, values, exact)
-
-
-def test_the_interval_is_that_of_paired_differences() -> None:
-    found = digits.summary([97.0, 98.0, 99.0], [98.0, 98.0, 98.0])
-    assert found["difference"] == 0.0
-    assert found["interval"] == pytest.approx(4.303 / 3**0.5)

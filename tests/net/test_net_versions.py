@@ -4,8 +4,6 @@ import ctypes
 import sys
 from pathlib import Path
 
-import pytest
-
 from evener.net import plugin_path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -20,10 +18,3 @@ def test_a_copy_shows_only_the_older_interfaces(tmp_path: Path) -> None:
     library = ctypes.CDLL(str(copy))
     seen = [name for name in NAMES if hasattr(library, name)]
     assert seen == NAMES[:3]
-
-
-def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_text("not a library")
-    with pytest.raises(ValueError, match="ELF"):
-        hide(text, tmp_path / "copy", NAMES)

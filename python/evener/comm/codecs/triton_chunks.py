@@ -27,7 +27,7 @@ from evener.base.kernels import CHUNK
 from evener.comm.codecs.payload import Payload
 
 # A program that selects: its warps, entries that a thread loads at once (1 or 4), and the most
-# registers a thread (0: as many as it likes). benchmarks/compress_kernels.py --variants compares.
+# registers a thread (0: as many as it likes). benchmarks/compress_kernels.py measures it.
 SELECT = (4, 4, 128)
 # The search's first step below the largest: a quarter of a power of two, for it is seldom further.
 FIRST = 1 << 21

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 # The pass: entries and warps a program, and entries that a thread loads at once (1 or 4).
-# benchmarks/compress_kernels.py --variants compares.
+# benchmarks/compress_kernels.py measures it.
 STREAM = (2048, 8, 1)
 # Everything after it; and `_take` alone.
 BLOCK, WARPS = 4096, 8
