@@ -10,19 +10,12 @@
     reason = "a bench may panic"
 )]
 
-#[path = "../tests/packet/cubic.rs"]
-mod cubic;
-#[path = "../tests/packet/host.rs"]
-mod host;
-#[path = "../tests/packet/model.rs"]
-mod model;
-#[path = "../tests/packet/scenario.rs"]
-mod scenario;
+mod virtual_time;
 
 use std::time::Duration;
 
 use evener_proto::packet::Config;
-use scenario::{Busy, exchange};
+use virtual_time::scenario::{Busy, exchange};
 
 const SEEDS: u64 = 5;
 

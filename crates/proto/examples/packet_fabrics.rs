@@ -10,20 +10,12 @@
     reason = "a bench may panic"
 )]
 
-#[path = "../tests/packet/cubic.rs"]
-mod cubic;
-#[path = "../tests/packet/fabrics.rs"]
-mod fabrics;
-#[path = "../tests/packet/host.rs"]
-mod host;
-#[path = "../tests/packet/model.rs"]
-mod model;
-#[path = "../tests/packet/scenario.rs"]
-mod scenario;
+mod virtual_time;
 
 use std::time::Instant;
 
 use evener_proto::packet::Config;
+use virtual_time::{fabrics, model, scenario};
 
 fn main() {
     let only = std::env::var("ONLY").unwrap_or_default();

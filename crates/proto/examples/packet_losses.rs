@@ -13,21 +13,14 @@
     reason = "a bench may panic"
 )]
 
-#[path = "../tests/packet/cubic.rs"]
-mod cubic;
-#[path = "../tests/packet/host.rs"]
-mod host;
-#[path = "../tests/packet/model.rs"]
-mod model;
-#[path = "../tests/packet/scenario.rs"]
-mod scenario;
+mod virtual_time;
 
 use std::collections::BTreeMap;
 
 use evener_proto::packet::Config;
 use evener_proto::packet::trace::{Cause, Note, What};
-use host::Host;
-use scenario::*;
+use virtual_time::host::Host;
+use virtual_time::scenario::*;
 
 /// Microseconds from sending to being taken for lost, for those that were.
 type Fate = Option<u128>;

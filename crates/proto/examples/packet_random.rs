@@ -11,24 +11,14 @@
     reason = "a bench may panic"
 )]
 
-#[path = "../tests/packet/cubic.rs"]
-mod cubic;
-#[path = "../tests/packet/fabrics.rs"]
-mod fabrics;
-#[path = "../tests/packet/host.rs"]
-mod host;
-#[path = "../tests/packet/model.rs"]
-mod model;
-#[path = "../tests/packet/random.rs"]
-mod random;
-#[path = "../tests/packet/scenario.rs"]
-mod scenario;
+mod virtual_time;
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use evener_proto::packet::Config;
-use fabrics::{Fabric, Reached};
+use virtual_time::fabrics::{Fabric, Reached};
+use virtual_time::{fabrics, random};
 
 type Row = (u64, Fabric, Reached);
 
