@@ -16,6 +16,7 @@ from click.shell_completion import CompletionItem
 from evener.errors import EvenerError, UsageError
 
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StepsOrAuto(click.ParamType):
@@ -29,6 +30,39 @@ class StepsOrAuto(click.ParamType):
         if value == "auto":
             return "auto"
         return int(click.IntRange(1).convert(value, param, ctx))
+
+
+_DOORS = (
+    click.option(
+        "--horovod",
+        is_flag=True,
+        help="`import horovod` gives Evener's, even if none is installed.",
+    ),
+    click.option(
+        "--ddp", is_flag=True, help="Evener under every DistributedDataParallel, without a line."
+    ),
+    click.option("--fsdp", is_flag=True, help="Evener under every fully_shard, without a line."),
+    click.option("--floor", metavar="FORM", help="With --ddp: may send less, down to this form."),
+    click.option(
+        "--every",
+        type=StepsOrAuto(),
+        metavar="N|auto",
+        help="With --ddp: ranks take N steps by themselves, then average their weights' changes.",
+    ),
+    click.option(
+        "--overlap",
+        type=click.IntRange(0),
+        metavar="STEPS",
+        help="With --every: an exchange runs behind this many of the next steps.",
+    ),
+)
+
+
+def door_options(command: F) -> F:
+    """Options of what starts ranks: Evener comes into their script without a line in it."""
+    for option in reversed(_DOORS):
+        command = option(command)
+    return command
 
 
 class LazyGroup(click.Group):

@@ -23,7 +23,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from evener.base import programs
-from evener.base.click import StepsOrAuto
+from evener.base.click import door_options
 from evener.door import enter as door
 from evener.errors import UsageError
 from evener.net.plugin import adopt, has_gpus
@@ -176,26 +176,7 @@ def lab() -> None:
 @click.option("--timeout", type=float, metavar="SECONDS", help="End all of them then, status 124.")
 @click.option("--no-prefix", is_flag=True, help="Lines without [rank@node].")
 @click.option("--env", multiple=True, metavar="NAME=VALUE", help="For every process.")
-@click.option(
-    "--ddp", is_flag=True, help="Evener under every DistributedDataParallel, without a line."
-)
-@click.option("--fsdp", is_flag=True, help="Evener under every fully_shard, without a line.")
-@click.option("--floor", metavar="FORM", help="With --ddp: may send less, down to this form.")
-@click.option(
-    "--every",
-    type=StepsOrAuto(),
-    metavar="N|auto",
-    help="With --ddp: ranks take N steps by themselves, then average their weights' changes.",
-)
-@click.option(
-    "--overlap",
-    type=click.IntRange(0),
-    metavar="STEPS",
-    help="With --every: an exchange runs behind this many of the next steps.",
-)
-@click.option(
-    "--horovod", is_flag=True, help="`import horovod` gives Evener's, even if none is installed."
-)
+@door_options
 @click.option("--dry-run", is_flag=True, help="Print what would be built and run.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def run(

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from evener.base.click import StepsOrAuto
+from evener.base.click import door_options
 from evener.tools.launch import config
 from evener.tools.launch.asked import Asked
 from evener.tools.launch.start import start
@@ -64,26 +64,7 @@ from evener.tools.launch.start import start
 @click.option("-p", "--ssh-port", type=click.IntRange(1, 65535), help="The hosts' sshd port.")
 @click.option("-i", "--ssh-identity-file", type=click.Path(), help="The key for ssh.")
 @click.option("--rsh", metavar="COMMAND", help="Reaches a host instead of ssh.")
-@click.option(
-    "--horovod", is_flag=True, help="`import horovod` gives Evener's, even if none is installed."
-)
-@click.option(
-    "--ddp", is_flag=True, help="Evener under every DistributedDataParallel, without a line."
-)
-@click.option("--fsdp", is_flag=True, help="Evener under every fully_shard, without a line.")
-@click.option("--floor", metavar="FORM", help="With --ddp: may send less, down to this form.")
-@click.option(
-    "--every",
-    type=StepsOrAuto(),
-    metavar="N|auto",
-    help="With --ddp: ranks take N steps by themselves, then average their weights' changes.",
-)
-@click.option(
-    "--overlap",
-    type=click.IntRange(0),
-    metavar="STEPS",
-    help="With --every: an exchange runs behind this many of the next steps.",
-)
+@door_options
 @click.option(
     "--host-discovery-script",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
