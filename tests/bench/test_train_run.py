@@ -14,7 +14,16 @@ import pytest
 
 from evener.errors import UsageError
 from evener.tools import lab
-from evener.tools.bench.train import clusters, columns, drive, markdown, plan, progress, results
+from evener.tools.bench.train import (
+    clusters,
+    columns,
+    command,
+    drive,
+    markdown,
+    plan,
+    progress,
+    results,
+)
 from evener.tools.bench.train import lab as train_lab
 from evener.tools.bench.train.clusters import Given, Loopback
 from evener.tools.bench.train.columns import Column
@@ -223,12 +232,11 @@ def test_a_column_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    shown = evener(*QUICK, "--model", "nosuchmodel")
-    assert shown.returncode == 2
-    assert "'nosuchmodel'" in shown.stderr and "--list-models" in shown.stderr
-    refused = evener(*QUICK, "--json", str(tmp_path))
-    assert refused.returncode == 2
-    assert "is a folder" in refused.stderr
+    with pytest.raises(UsageError, match="'nosuchmodel'") as refused:
+        command.train.main([*QUICK, "--model", "nosuchmodel"], standalone_mode=False)
+    assert "--list-models" in refused.value.fix
+    with pytest.raises(UsageError, match="is a folder"):
+        command.train.main([*QUICK, "--json", str(tmp_path)], standalone_mode=False)
 
 
 def test_it_draws_again_from_a_file(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests import worlds
 from tests.comm import models, test_compression
 from tests.comm.test_planner_live import planned
 
-STEPS, SOME = 50, 15
+STEPS, SOME = 50, 8
 FORMS = wires.names()
 # The buckets of tests are small, and each form is to be taken as it is.
 ALL = {"LIGHT_TOPK_THRESHOLD": "0", "EVENER_TRIAL_STEPS": "0"}

@@ -1,4 +1,4 @@
-"""A rank of test_lab: trains a sharded table, and says what its node sent meanwhile (JSON)."""
+"""The ranks of a node of test_lab: what they train, and what the node sent meanwhile (JSON)."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from evener.embedding import Adagrad, Options
 from evener.embedding.torch import DynamicEmbedding, DynamicOptimizer
 from evener.embedding.torch.sharded import hashes
+from tests import forked
 
 DIM, STEPS, IDS = 32, 6, 16_384
 
@@ -32,6 +33,7 @@ def all_sent() -> int:
 
 
 def main() -> None:
+    forked.ranks(2, 2)
     dist.init_process_group("gloo")
     rank, size, hosts = dist.get_rank(), dist.get_world_size(), 2
     embedding = DynamicEmbedding(Options(DIM, optimizer=Adagrad(lr=0.1)), "lab")

@@ -17,7 +17,7 @@ def test_what_crosses_the_wire_is_near_the_deduplicated_bound() -> None:
         pytest.skip(reason)
     lines: list[str] = []
     # A deep queue: on a busy machine a burst overflows one of 2 ms, and what is lost goes twice.
-    with Lab("2x2@1gbit,queue=50ms") as lab:
+    with Lab("2x1@1gbit,queue=50ms") as lab:
         done = lab.launch(
             [sys.executable, "-m", "tests.embedding.lab_ranks"],
             cwd=ROOT,
