@@ -11,7 +11,7 @@ import sys
 
 
 def ranks(*of_nodes: int) -> None:
-    """Make this process so many ranks of its node: it is the only one there, and rank r on node r.
+    """Make this process the ranks of its node, `of_nodes[r]` where it is rank r, one for each node.
 
     Returns in each of them with torch's variables set. The first, which goes on here, waits at its
     end for the others, and ends with status 1 where one did not end well. Call it before there is
