@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--gpu", default="auto", help="GPU budget, as 24GB")
     parser.add_argument("--host", default="auto", help="host budget, as 110GB")
-    parser.add_argument("--moments", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--moments", choices=["fp32", "bf16", "int8"], default="fp32")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--folder", type=Path, help="checkpoints are written and looked for there")
     arguments = parser.parse_args()

@@ -2,8 +2,9 @@
 TWIN_DEVICE=cuda.
 
 A program is a small model, an optimizer, perhaps a schedule, and what a training script does. Both
-run it; losses, outputs, weights and buffers agree to the rounding of sums (`CLOSE`). What Evener
-refuses must raise UsageError, and leave everything as it was.
+run it; losses, outputs, weights and buffers agree to the rounding of sums (`CLOSE`). With moments
+of one byte torch's optimizer has them too (`_moments`). What Evener refuses must raise UsageError,
+and leave everything as it was.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from torch.nn import functional
 
 from evener import zero
 from evener.errors import UsageError
-from evener.zero import api, boundary, checkpoint, passes, vocabulary, weight
+from evener.zero import api, boundary, checkpoint, passes, units, vocabulary, weight
+from evener.zero.chunk import Chunk
 from evener.zero.passes import Passes
+from evener.zero.states import SCALE, States
+from tests.twins import _moments
 from tests.twins.harness import Twin
 
 DEVICE = os.environ.get("TWIN_DEVICE", "")
@@ -167,6 +171,15 @@ class Pair:
         self.plain_scheduler = self._schedule(self.plain_optimizer)
         self.frozen: set[int] = set()
         self._start(model)
+        self._coarse()
+
+    def _coarse(self) -> None:
+        if self.bytes:
+            _moments.coarse(self.plain_optimizer, self.plain, lambda: self.engine)
+
+    @property
+    def bytes(self) -> bool:
+        return self.program.get("moments") == "int8"
 
     def _net(self) -> Net:
         given = self.program
@@ -193,6 +206,7 @@ class Pair:
                     "device": DEVICE or program.get("device", "cpu"),
                     "loss": "fused",
                     "checkpointing": program["recompute"],
+                    "moments": program.get("moments", "fp32"),
                 },
             },
             resident=names,
@@ -208,7 +222,20 @@ class Pair:
             {name: value.cpu() for name, value in model.state_dict().items()}
             for model in (self.model, self.plain)
         )
-        torch.testing.assert_close(mine, theirs, **CLOSE)
+        if not self.bytes:
+            torch.testing.assert_close(mine, theirs, **CLOSE)
+            return
+        _moments.close(mine, theirs, **CLOSE)
+        kept = [
+            {
+                f"{number}.{name}": value.cpu()
+                for number, state in optimizer.state_dict()["state"].items()
+                for name, value in state.items()
+                if name in _moments.EXPONENTS and value is not None
+            }
+            for optimizer in (self.optimizer, self.plain_optimizer)
+        ]
+        _moments.close(*kept, rtol=3e-3, atol=1e-5)
 
     def data(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         made = torch.Generator().manual_seed(seed)
@@ -379,6 +406,7 @@ class Pair:
         model = self.model
         self.plain_optimizer = _optimizer(self.program["optimizer"], self.plain)
         self.plain_scheduler = self._schedule(self.plain_optimizer)
+        self._coarse()
         self.saved = None
         model.requires_grad_(True)  # what is frozen now could not be trained later
         self._start(model)
@@ -386,7 +414,8 @@ class Pair:
 
 def check(program: dict[str, Any]) -> None:
     """Run it with both."""
-    with tempfile.TemporaryDirectory() as folder:
+    small = mock.patch.object(units, "LEAST", _moments.LEAST)
+    with tempfile.TemporaryDirectory() as folder, small:
         pair = Pair(program, folder)
         try:
             for step in program["steps"]:
@@ -432,6 +461,7 @@ PROGRAMS = st.fixed_dictionaries(
         "tied": st.booleans(),
         "optimizer": st.sampled_from(["SGD", "AdamW"]),
         "schedule": st.sampled_from(["", "warm", "milestones", "steps"]),
+        "moments": st.sampled_from(["fp32", "fp32", "int8"]),
         "accumulate": st.integers(1, 2),
         "clip": st.sampled_from([0.0, 0.5]),
         "recompute": st.booleans(),
@@ -493,7 +523,19 @@ def _copied_groups() -> Iterator[None]:
         yield
 
 
+def _frozen_scales(self: States, place: str) -> Any:
+    tensor, scale = getattr(self, place), getattr(self, place + SCALE)
+    return tensor if scale is None else (tensor, scale.clone())
+
+
+def _without_scales(self: Chunk) -> dict[str, torch.dtype]:
+    return {name: dtype for name, dtype in _formats(self).items() if not name.endswith(SCALE)}
+
+
+_formats = Chunk.formats
 FAULTS = {
+    "the scale of a block is not updated": _put(States, "moment", _frozen_scales),
+    "checkpoints hold no scales": _put(Chunk, "formats", _without_scales),
     "recomputation moves buffers twice": _put(passes, "_kept", lambda _: contextlib.nullcontext()),
     "writes to logits are dropped": _put(vocabulary.LazyLogits, "parts", property(lambda _: True)),
     "functions of one's own get no gradient": _no_graph,

@@ -24,10 +24,11 @@ from torch import nn
 
 from evener import zero
 from evener.errors import UsageError
-from evener.zero import checkpoint
+from evener.zero import checkpoint, units
 from evener.zero.gradients import Gradients
 from evener.zero.loading import Loading
 from evener.zero.ranks import Ranks as Shares
+from tests.twins import _moments
 from tests.twins import zero as one
 from tests.twins._ranks import Ranks, Switch
 from tests.twins.harness import Program, Twin
@@ -68,6 +69,9 @@ class Pair:
         self.plain = self._net()
         self.plain_optimizer = one._optimizer(program["optimizer"], self.plain)
         self._start(copy.deepcopy(self.plain))
+        self.bytes = program.get("moments") == "int8"
+        if self.bytes:
+            _moments.coarse(self.plain_optimizer, self.plain, lambda: self.engine)
 
     def _net(self) -> Net:
         given = self.program
@@ -85,7 +89,12 @@ class Pair:
                     "stage": program["stage"],
                     "stage3_param_persistence_threshold": 0,
                 },
-                "evener": {"device": "cpu", "loss": "fused", "checkpointing": program["recompute"]},
+                "evener": {
+                    "device": "cpu",
+                    "loss": "fused",
+                    "checkpointing": program["recompute"],
+                    "moments": program.get("moments", "fp32"),
+                },
             },
             resident={f"layers.{n}/0" for n in range(program["resident"])},
             machine=one.MACHINE,
@@ -186,13 +195,16 @@ class Pair:
             dist.all_gather_into_tensor(whole, mine)
             for piece in chunk.group.pieces:
                 found = whole[piece.offset : piece.offset + piece.numel].view(piece.shape)
-                torch.testing.assert_close(found, wanted[piece.name].detach(), **one.CLOSE)
+                mine, theirs = {"": found}, {"": wanted[piece.name].detach()}
+                close = _moments.close if self.bytes else torch.testing.assert_close
+                close(mine, theirs, **one.CLOSE)
 
 
 def run(rank: int, _size: int, program: Program, fault: str, folder: str) -> str:
     """One rank: "" or "refused"; raises where something differs."""
     logging.getLogger("evener").setLevel(logging.ERROR)
-    with FAULTS[fault]() if fault else contextlib.nullcontext():
+    small = mock.patch.object(units, "LEAST", _moments.LEAST)
+    with small, FAULTS[fault]() if fault else contextlib.nullcontext():
         pair = Pair(program, rank, folder)
         try:
             for number, (kind, *given) in enumerate(program["steps"]):
@@ -301,6 +313,7 @@ PROGRAMS = st.fixed_dictionaries(
         "blocks": st.integers(1, 4),
         "norm": st.sampled_from(["none", "layer"]),
         "tied": st.booleans(),
+        "moments": st.sampled_from(["fp32", "fp32", "int8"]),
         "optimizer": st.sampled_from(["SGD", "AdamW"]),
         "accumulate": st.integers(1, 2),
         "clip": st.sampled_from([0.0, 0.5]),

@@ -262,9 +262,10 @@ def test_fp16_skips_what_overflows_and_recovers() -> None:
     engine.close()
 
 
-def test_bf16_moments_train() -> None:
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_smaller_moments_train(moments: str) -> None:
     torch.manual_seed(0)
-    engine = start(Model(), bf16={"enabled": True}, evener={"moments": "bf16"})
+    engine = start(Model(width=64), bf16={"enabled": True}, evener={"moments": moments})
     losses = []
     for tokens in batches(30):
         loss = loss_of(engine, tokens)

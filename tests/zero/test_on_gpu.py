@@ -46,12 +46,12 @@ def train(
 
 
 @pytest.mark.parametrize("master", ["split", "float16", "float32"])
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("kind", RULES)
 def test_the_kernels_of_gpu_and_host_round_alike(
     master: str, moments: torch.dtype, kind: type[Rule]
 ) -> None:
-    n = 100_003
+    n = 100_096 if moments == torch.int8 else 100_003
     rule, (here, _) = begin_rule(kind, n, master, moments)
     moved = {name: tensor.cuda() for name, tensor in here.tensors().items()}
     there = States(
@@ -60,6 +60,8 @@ def test_the_kernels_of_gpu_and_host_round_alike(
         moved.get("master"),
         moved["first"],
         moved.get("second"),
+        moved.get("first_scale"),
+        moved.get("second_scale"),
     )
     gradient = torch.randn(n).bfloat16()
     for step in (1, 2, 1000):
@@ -71,7 +73,7 @@ def test_the_kernels_of_gpu_and_host_round_alike(
         assert torch.equal(tensor, there.tensors()[name].cpu()), name
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 def test_bits_do_not_depend_on_lane_or_place(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with random delays on host and streams, and poisoned buffers."""
     own = {"evener": {"moments": moments}}

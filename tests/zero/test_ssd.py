@@ -166,7 +166,7 @@ def test_what_had_no_gradient_does_not_move_and_blocks_without_are_not_written(
     assert ends[0][2] is not None and 0 < ends[0][1] < ends[0][2].size
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 def test_checkpoints_go_from_ssd_to_host_and_back(moments: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     changes: dict[str, Any] = {"bf16": {"enabled": True}, "evener": {"moments": moments}}

@@ -9,6 +9,12 @@
 //!   f32 again, bit for bit. The upper half is what the accelerator computes with: a master copy
 //!   costs 2 bytes more than the weights alone, and not 4. NaN is kept as one quiet pattern.
 //! - **f16** for fp16 training: gradients in, weights out.
+//! - **one byte** for a moment: a float of 3 mantissa bits, 4 exponent bits and a sign for the first
+//!   moment, 5 exponent bits for the second, which has no sign. [`BLOCK`] elements share a power of
+//!   two, that of the largest, as in microscaling formats (arXiv 2310.10537). So codes mean the same
+//!   numbers when the power changes, and a number that is on the grid stays there bit for bit.
+//!   Rounding is stochastic, but nothing above zero becomes a second moment of zero: a step divides
+//!   by its root. A block with a number that is not finite, or above 1.875 * 2^127, is NaN.
 //!
 //! Random bits are a hash of (key, index), no generator state: the same step gives the same bits on
 //! any number of threads. Keys are mixed well (lowbias32 by C. Wellons, "Prospecting for hash
@@ -111,6 +117,101 @@ pub fn join(upper: u16, lower: u16) -> f32 {
     f32::from_bits((u32::from(upper) << 16).wrapping_add(lower))
 }
 
+/// Mantissa bits of an f32 below those of a code.
+const CUT: u32 = 20;
+
+/// The numbers that a block's codes mean. `TOP`: the highest exponent of a code, the lowest is 0:
+/// [`FIRST`] or [`SECOND`]. Below exponent 1 numbers are equally spaced, as with denormal floats.
+#[derive(Debug, Clone, Copy)]
+pub struct Grid<const TOP: u32> {
+    /// The f32 of exponent 0 of a code, as bits.
+    low: u32,
+    /// Ored into every number: not 0 where the block is NaN.
+    nan: u32,
+}
+
+/// `TOP` of a first moment.
+pub const FIRST: u32 = 15;
+/// `TOP` of a second moment.
+pub const SECOND: u32 = 31;
+
+impl<const TOP: u32> Grid<TOP> {
+    /// The grid of a block whose scale is `scale`: the f32 exponent of its highest numbers.
+    #[inline(always)]
+    pub fn new(scale: u8) -> Self {
+        // No number of the grid is a denormal f32: some GPUs take those for zero.
+        let top = u32::from(scale).max(TOP + 3);
+        let nan = if scale == 255 { QUIET_NAN } else { 0 };
+        let low = (top - TOP) << 23;
+        Grid { low, nan }
+    }
+
+    /// The scale of a block by the largest bits of its numbers without their signs.
+    #[inline(always)]
+    pub fn scale(largest: u32) -> u8 {
+        // Rounded up, as numbers are: the highest code is not exceeded.
+        ((largest + ((1 << CUT) - 1)) >> 23).clamp(TOP + 3, 255) as u8
+    }
+
+    /// The number of a code without its sign.
+    #[inline(always)]
+    pub fn decode(self, code: u32) -> f32 {
+        let one = self.low + (1 << 23);
+        let bits = code << CUT;
+        let small = f32::from_bits(one + bits) - f32::from_bits(one);
+        let number = if code < 8 {
+            small.to_bits()
+        } else {
+            self.low + bits
+        };
+        f32::from_bits(number | self.nan)
+    }
+
+    /// The code of a number without its sign, up or down by the low 16 bits of `random`.
+    #[inline(always)]
+    pub fn encode(self, magnitude: u32, random: u32) -> u32 {
+        let one = self.low + (1 << 23);
+        let small = (f32::from_bits(magnitude) + f32::from_bits(one))
+            .to_bits()
+            .wrapping_sub(one);
+        let place = if magnitude < one {
+            small
+        } else {
+            magnitude.wrapping_sub(self.low)
+        };
+        let code = place.wrapping_add((random & 0xffff) << (CUT - 16)) >> CUT;
+        if self.nan == 0 { code } else { 0 }
+    }
+}
+
+/// f32 of a first moment's code.
+#[inline(always)]
+pub fn from_first(code: u8, grid: Grid<FIRST>) -> f32 {
+    let code = u32::from(code);
+    f32::from_bits(grid.decode(code & 0x7f).to_bits() | (code & 0x80) << 24)
+}
+
+/// A first moment's code.
+#[inline(always)]
+pub fn to_first(x: f32, grid: Grid<FIRST>, random: u32) -> u8 {
+    let bits = x.to_bits();
+    (grid.encode(bits & 0x7fff_ffff, random) | (bits >> 24 & 0x80)) as u8
+}
+
+/// f32 of a second moment's code.
+#[inline(always)]
+pub fn from_second(code: u8, grid: Grid<SECOND>) -> f32 {
+    grid.decode(u32::from(code))
+}
+
+/// A second moment's code.
+#[inline(always)]
+pub fn to_second(x: f32, grid: Grid<SECOND>, random: u32) -> u8 {
+    let magnitude = x.to_bits() & 0x7fff_ffff;
+    let least = u32::from(magnitude != 0 && grid.nan == 0);
+    grid.encode(magnitude, random).max(least) as u8
+}
+
 /// f16 to f32, exact (subnormals by a multiplication with a power of two).
 #[inline(always)]
 pub fn from_f16(x: u16) -> f32 {
@@ -190,6 +291,37 @@ mod tests {
         }
 
         #[test]
+        fn a_byte_is_a_neighbour_and_comes_back(
+            bits in 0u32..0x7f80_0000, below in 0u32..(12 << 23), random in any::<u32>(),
+        ) {
+            let bits = bits.max(40 << 23);
+            let largest = f32::from_bits(bits);
+            let x = f32::from_bits(bits - below);
+            let first = Grid::<FIRST>::new(Grid::<FIRST>::scale(bits));
+            let second = Grid::<SECOND>::new(Grid::<SECOND>::scale(bits));
+            for (sign, y) in [(1.0, x), (-1.0, -x)] {
+                let code = to_first(y, first, random);
+                let value = from_first(code, first);
+                if largest > 1.875 * f32::from_bits(0x7f00_0000) {
+                    prop_assert!(value.is_nan());
+                    continue;
+                }
+                // Three bits of mantissa, or equal steps below the smallest of those.
+                let step = (x / 8.0).max(largest / 32768.0);
+                prop_assert!((value - y).abs() <= step, "{y} became {value}");
+                prop_assert_eq!(to_first(value, first, random), code);
+                prop_assert_eq!(value.signum(), sign);
+            }
+            let value = from_second(to_second(x, second, random), second);
+            if largest <= 1.875 * f32::from_bits(0x7f00_0000) {
+                prop_assert!((value - x).abs() <= x / 8.0, "{x} became {value}");
+                // Also on the grid of its own power.
+                let own = Grid::<SECOND>::new(Grid::<SECOND>::scale(value.to_bits()));
+                prop_assert_eq!(from_second(to_second(value, own, random), own), value);
+            }
+        }
+
+        #[test]
         fn f16_rounds_to_nearest(bits in any::<u32>()) {
             let x = f32::from_bits(bits);
             let got = to_f16(x);
@@ -214,6 +346,30 @@ mod tests {
         for bits in 0..=u16::MAX {
             let x = from_f16(bits);
             assert!(x.is_nan() || to_f16(x) == bits, "{bits:#x} -> {x}");
+        }
+    }
+
+    #[test]
+    fn bytes_are_right_on_the_mean_and_zero_is_kept() {
+        let grid = Grid::<FIRST>::new(Grid::<FIRST>::scale(1f32.to_bits()));
+        let other = Grid::<SECOND>::new(Grid::<SECOND>::scale(1f32.to_bits()));
+        for x in [0.9f32, 0.011, 3e-5, 7e-6] {
+            let draws = |code: &dyn Fn(u32) -> f32| {
+                let sum: f64 = (0..65_536u32).map(|r| f64::from(code(r))).sum();
+                sum / 65_536.0
+            };
+            let mean = draws(&|r| from_first(to_first(x, grid, r), grid));
+            assert!((mean / f64::from(x) - 1.0).abs() < 1e-3, "{x} {mean}");
+            let mean = draws(&|r| from_second(to_second(x, other, r), other));
+            assert!((mean / f64::from(x) - 1.0).abs() < 1e-3, "{x} {mean}");
+        }
+        // A second moment is never rounded to zero, and zeros are zeros under any scale.
+        for scale in 0..255 {
+            let grid = Grid::<SECOND>::new(scale);
+            assert!(from_second(to_second(1e-45, grid, 0), grid) > 0.0);
+            assert_eq!(from_second(0, grid), 0.0);
+            assert_eq!(from_first(0, Grid::new(scale)), 0.0);
+            assert_eq!(to_second(0.0, grid, 0xffff), 0);
         }
     }
 

@@ -4,8 +4,10 @@
 //! bytes are also less time. Formats that have no loop here, and the end of a tensor that is no
 //! whole block, are staged (see `state`), by the same operations in the same order.
 
-use crate::formats::{BLOCK, from_bf16, join, mix, split, to_bf16_stochastic};
-use crate::state::{Gradient, Master, Moment, Noise, Output, Tensors};
+use crate::formats::{
+    BLOCK, Grid, from_bf16, from_first, from_second, join, mix, split, to_bf16_stochastic,
+};
+use crate::state::{Gradient, Master, Moment, Noise, Output, Tensors, encode};
 
 /// New (weight, first moment, second moment) of an element from (weight, gradient, first, second).
 pub(crate) trait Element: Fn(f32, f32, f32, f32) -> (f32, f32, f32) + Copy {}
@@ -122,6 +124,40 @@ fn bf16_bf16(
     }
 }
 
+/// Moments of one byte: their codes and the scale of the block. The block's largest numbers are
+/// known after the update only, so moments are staged.
+struct Bytes<'a> {
+    codes: &'a mut Block<u8>,
+    scale: &'a mut u8,
+}
+
+#[inline(always)]
+fn split_int8(
+    upper: &mut Block<u16>,
+    lower: &mut Block<u16>,
+    gradient: &Block<u16>,
+    first: Bytes<'_>,
+    second: Bytes<'_>,
+    random: &[u32],
+    update: impl Element,
+) {
+    let mut stage = [[0f32; BLOCK]; 2];
+    let [m, v] = &mut stage;
+    let (signed, unsigned) = (Grid::new(*first.scale), Grid::new(*second.scale));
+    for i in 0..BLOCK {
+        let w;
+        (w, m[i], v[i]) = update(
+            join(upper[i], lower[i]),
+            from_bf16(gradient[i]),
+            from_first(first.codes[i], signed),
+            from_second(second.codes[i], unsigned),
+        );
+        (upper[i], lower[i]) = split(w);
+    }
+    *first.scale = encode::<true>(first.codes, m, random);
+    *second.scale = encode::<false>(second.codes, v, random);
+}
+
 /// Updates as many whole blocks as there are, where the formats have a loop of their own; returns
 /// the number of elements done.
 #[inline(always)]
@@ -148,6 +184,38 @@ pub(crate) fn run(tensors: &mut Tensors<'_>, noise: Noise, update: impl Element)
         (Master::Split { upper, lower }, Moment::Bf16(first), Moment::Bf16(second)) => {
             blocks!(split_bf16, first, second, upper, lower);
         }
+        (
+            Master::Split { upper, lower },
+            Moment::Int8 { codes, scales },
+            Moment::Int8 {
+                codes: codes2,
+                scales: scales2,
+            },
+        ) => {
+            let upper = upper.as_chunks_mut::<BLOCK>().0;
+            let lower = lower.as_chunks_mut::<BLOCK>().0;
+            let codes = codes.as_chunks_mut::<BLOCK>().0;
+            let codes2 = codes2.as_chunks_mut::<BLOCK>().0;
+            let mut random = [0u32; BLOCK];
+            for (b, gradient) in gradient.iter().enumerate() {
+                noise.fill(b * BLOCK, &mut random);
+                split_int8(
+                    &mut upper[b],
+                    &mut lower[b],
+                    gradient,
+                    Bytes {
+                        codes: &mut codes[b],
+                        scale: &mut scales[b],
+                    },
+                    Bytes {
+                        codes: &mut codes2[b],
+                        scale: &mut scales2[b],
+                    },
+                    &random,
+                    update,
+                );
+            }
+        }
         (Master::F32(weights), Moment::Bf16(first), Moment::Bf16(second)) => {
             blocks!(f32_bf16, first, second, weights);
         }
@@ -167,16 +235,16 @@ impl Tensors<'_> {
         let mut stage = [[0f32; BLOCK]; 4];
         let mut random = [0u32; BLOCK];
         let [weights, gradient, first, second] = &mut stage;
-        let rounded = matches!(self.first, Moment::Bf16(_))
-            || matches!(self.second, Moment::Bf16(_))
-            || matches!(self.master, Master::Bf16(_));
+        let narrow = |x: &Moment<'_>| matches!(x, Moment::Bf16(_) | Moment::Int8 { .. });
+        let rounded =
+            narrow(&self.first) || narrow(&self.second) || matches!(self.master, Master::Bf16(_));
         let length = self.len();
         let mut at = run(self, noise, update);
         while at < length {
             let n = BLOCK.min(length - at);
             let g = self.gradient.load(at, &mut gradient[..n]);
-            let m = self.first.load(at, &mut first[..n]);
-            let v = self.second.load(at, &mut second[..n]);
+            let m = self.first.load::<true>(at, &mut first[..n]);
+            let v = self.second.load::<false>(at, &mut second[..n]);
             let w = self.master.load(at, &mut weights[..n]);
             for (((w, g), m), v) in w.iter_mut().zip(g).zip(m).zip(v) {
                 (*w, *m, *v) = update(*w, *g, *m, *v);
@@ -185,8 +253,8 @@ impl Tensors<'_> {
             if rounded {
                 noise.fill(at, &mut random[..n]);
             }
-            self.first.store(at, &first[..n], &random[..n], 0);
-            self.second.store(at, &second[..n], &random[..n], 16);
+            self.first.store::<true>(at, &first[..n], &random[..n]);
+            self.second.store::<false>(at, &second[..n], &random[..n]);
             self.master.store(at, &weights[..n], &random[..n]);
             at += n;
         }

@@ -4,7 +4,8 @@
 //! The usual formats have loops without that stop, in `fused`.
 
 use crate::formats::{
-    counter_hash, from_bf16, from_f16, join, mix, split, to_bf16, to_bf16_stochastic, to_f16,
+    BLOCK, FIRST, Grid, SECOND, counter_hash, from_bf16, from_f16, from_first, from_second, join,
+    mix, split, to_bf16, to_bf16_stochastic, to_f16, to_first, to_second,
 };
 
 /// Why a call was refused. Nothing has been written when it is returned.
@@ -19,6 +20,16 @@ pub enum StateError {
         got: usize,
         /// Elements of the master weights.
         expected: usize,
+    },
+    /// Moments of one byte come in whole blocks.
+    #[error("{name} has {elements} elements and {scales} scales: one scale for each 256 elements")]
+    Blocks {
+        /// The tensor that does not fit.
+        name: &'static str,
+        /// Elements.
+        elements: usize,
+        /// Scales.
+        scales: usize,
     },
     /// The optimizer needs a tensor that was not given.
     #[error("{name} is missing")]
@@ -79,6 +90,13 @@ pub enum Moment<'a> {
     F32(&'a mut [f32]),
     /// 2 bytes, rounded stochastically.
     Bf16(&'a mut [u16]),
+    /// 1 byte, rounded stochastically. Lengths are whole blocks.
+    Int8 {
+        /// The codes.
+        codes: &'a mut [u8],
+        /// One for each block.
+        scales: &'a mut [u8],
+    },
     /// None: SGD without momentum, and the second moment of SGD.
     Absent,
 }
@@ -177,6 +195,7 @@ impl<'a> Tensors<'a> {
         let moment = |moment: &Moment<'_>| match moment {
             Moment::F32(x) => x.len(),
             Moment::Bf16(x) => x.len(),
+            Moment::Int8 { codes, .. } => codes.len(),
             Moment::Absent => expected,
         };
         let output = match &self.output {
@@ -198,10 +217,25 @@ impl<'a> Tensors<'a> {
                 });
             }
         }
+        for (name, moment) in [
+            ("the first moment", &self.first),
+            ("the second moment", &self.second),
+        ] {
+            if let Moment::Int8 { codes, scales } = moment
+                && codes.len() != scales.len() * BLOCK
+            {
+                return Err(StateError::Blocks {
+                    name,
+                    elements: codes.len(),
+                    scales: scales.len(),
+                });
+            }
+        }
         Ok(())
     }
 
-    /// The first `middle` elements and the rest. Panics past the end, as slices do.
+    /// The first `middle` elements, which are whole blocks, and the rest. Panics past the end, as
+    /// slices do.
     pub fn split_at(self, middle: usize) -> (Tensors<'a>, Tensors<'a>) {
         let (master, master_rest) = match self.master {
             Master::F32(x) => {
@@ -280,15 +314,41 @@ impl<'a> Moment<'a> {
                 let (a, b) = x.split_at_mut(middle);
                 (Moment::Bf16(a), Moment::Bf16(b))
             }
+            Moment::Int8 { codes, scales } => {
+                let (codes, codes_rest) = codes.split_at_mut(middle);
+                let (scales, scales_rest) = scales.split_at_mut(middle / BLOCK);
+                let rest = Moment::Int8 {
+                    codes: codes_rest,
+                    scales: scales_rest,
+                };
+                (Moment::Int8 { codes, scales }, rest)
+            }
         }
     }
 
+    /// One block, or the rest of a tensor that is none. `SIGNED`: it is the first moment.
     #[inline(always)]
-    pub(crate) fn load<'b>(&'b mut self, at: usize, stage: &'b mut [f32]) -> &'b mut [f32] {
+    pub(crate) fn load<'b, const SIGNED: bool>(
+        &'b mut self,
+        at: usize,
+        stage: &'b mut [f32],
+    ) -> &'b mut [f32] {
         match self {
             Moment::F32(x) => &mut x[at..at + stage.len()],
             Moment::Bf16(x) => {
                 widen(&x[at..at + stage.len()], stage, from_bf16);
+                stage
+            }
+            Moment::Int8 { codes, scales } => {
+                let scale = scales[at / BLOCK];
+                let codes = &codes[at..at + stage.len()];
+                if SIGNED {
+                    let grid = Grid::new(scale);
+                    widen(codes, stage, |code| from_first(code, grid));
+                } else {
+                    let grid = Grid::new(scale);
+                    widen(codes, stage, |code| from_second(code, grid));
+                }
                 stage
             }
             Moment::Absent => stage,
@@ -296,12 +356,20 @@ impl<'a> Moment<'a> {
     }
 
     #[inline(always)]
-    pub(crate) fn store(&mut self, at: usize, stage: &[f32], random: &[u32], shift: u32) {
-        if let Moment::Bf16(x) = self {
-            let x = &mut x[at..at + stage.len()];
-            for ((to, from), random) in x.iter_mut().zip(stage).zip(random) {
-                *to = to_bf16_stochastic(*from, random >> shift);
+    pub(crate) fn store<const SIGNED: bool>(&mut self, at: usize, stage: &[f32], random: &[u32]) {
+        match self {
+            Moment::Bf16(x) => {
+                let x = &mut x[at..at + stage.len()];
+                for ((to, from), random) in x.iter_mut().zip(stage).zip(random) {
+                    let random = if SIGNED { *random } else { random >> 16 };
+                    *to = to_bf16_stochastic(*from, random);
+                }
             }
+            Moment::Int8 { codes, scales } => {
+                let codes = &mut codes[at..at + stage.len()];
+                scales[at / BLOCK] = encode::<SIGNED>(codes, stage, random);
+            }
+            Moment::F32(_) | Moment::Absent => {}
         }
     }
 }
@@ -375,8 +443,29 @@ impl Output<'_> {
     }
 }
 
+/// The codes of a block of moments, and its scale.
 #[inline(always)]
-fn widen(from: &[u16], to: &mut [f32], convert: impl Fn(u16) -> f32) {
+pub(crate) fn encode<const SIGNED: bool>(codes: &mut [u8], from: &[f32], random: &[u32]) -> u8 {
+    let mut largest = 0;
+    for x in from {
+        largest = largest.max(x.to_bits() & 0x7fff_ffff);
+    }
+    let pairs = codes.iter_mut().zip(from).zip(random);
+    if SIGNED {
+        let scale = Grid::<FIRST>::scale(largest);
+        let grid = Grid::new(scale);
+        pairs.for_each(|((to, from), random)| *to = to_first(*from, grid, *random));
+        scale
+    } else {
+        let scale = Grid::<SECOND>::scale(largest);
+        let grid = Grid::new(scale);
+        pairs.for_each(|((to, from), random)| *to = to_second(*from, grid, random >> 16));
+        scale
+    }
+}
+
+#[inline(always)]
+fn widen<T: Copy>(from: &[T], to: &mut [f32], convert: impl Fn(T) -> f32) {
     for (to, from) in to.iter_mut().zip(from) {
         *to = convert(*from);
     }

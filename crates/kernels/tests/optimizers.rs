@@ -2,7 +2,10 @@
 //! length and number of threads.
 
 use evener_kernels::adam::Adam;
-use evener_kernels::formats::{self, from_bf16, from_f16, join, mix, split, to_bf16};
+use evener_kernels::formats::{
+    self, BLOCK, Grid, from_bf16, from_f16, from_first, from_second, join, mix, split, to_bf16,
+    to_first, to_second,
+};
 use evener_kernels::isa::Isa;
 use evener_kernels::lion::Lion;
 use evener_kernels::pool::{Optimizer, Pool};
@@ -22,6 +25,8 @@ enum Format {
     F32,
     Bf16,
     F16,
+    /// Of moments alone.
+    Int8,
 }
 
 /// Owned tensors of a step.
@@ -34,7 +39,14 @@ struct Owned {
     narrow_gradient: Vec<u16>,
     moments: [Vec<f32>; 2],
     narrow_moments: [Vec<u16>; 2],
+    codes: [Vec<u8>; 2],
+    scales: [Vec<u8>; 2],
     output: Vec<u16>,
+}
+
+/// The largest of a block's numbers without their signs, as bits.
+fn largest(block: &[f32]) -> u32 {
+    block.iter().map(|x| x.abs().to_bits()).max().unwrap_or(0)
 }
 
 impl Owned {
@@ -50,6 +62,36 @@ impl Owned {
             narrow_gradient: values.iter().map(|x| to_bf16(x.1)).collect(),
             gradient: values.iter().map(|x| x.1).collect(),
             narrow_moments: [narrow(&first), narrow(&second)],
+            scales: [
+                first
+                    .chunks(BLOCK)
+                    .map(|b| Grid::<{ formats::FIRST }>::scale(largest(b)))
+                    .collect(),
+                second
+                    .chunks(BLOCK)
+                    .map(|b| Grid::<{ formats::SECOND }>::scale(largest(b)))
+                    .collect(),
+            ],
+            codes: [
+                first
+                    .chunks(BLOCK)
+                    .flat_map(|b| {
+                        let grid = Grid::new(Grid::<{ formats::FIRST }>::scale(largest(b)));
+                        b.iter()
+                            .map(move |x| to_first(*x, grid, 0))
+                            .collect::<Vec<_>>()
+                    })
+                    .collect(),
+                second
+                    .chunks(BLOCK)
+                    .flat_map(|b| {
+                        let grid = Grid::new(Grid::<{ formats::SECOND }>::scale(largest(b)));
+                        b.iter()
+                            .map(move |x| to_second(*x, grid, 0))
+                            .collect::<Vec<_>>()
+                    })
+                    .collect(),
+            ],
             moments: [first, second],
             output: vec![0; values.len()],
         }
@@ -58,7 +100,13 @@ impl Owned {
     fn tensors(&mut self, weights: Weights, gradient: Format, moments: Format) -> Tensors<'_> {
         let [first, second] = &mut self.moments;
         let [narrow_first, narrow_second] = &mut self.narrow_moments;
-        let narrow = matches!(moments, Format::Bf16);
+        let [codes, codes2] = &mut self.codes;
+        let [scales, scales2] = &mut self.scales;
+        let moment = |wide, narrow, codes, scales| match moments {
+            Format::Bf16 => Moment::Bf16(narrow),
+            Format::Int8 => Moment::Int8 { codes, scales },
+            _ => Moment::F32(wide),
+        };
         Tensors {
             master: match weights {
                 Weights::F32 => Master::F32(&mut self.wide),
@@ -71,18 +119,10 @@ impl Owned {
             gradient: match gradient {
                 Format::F32 => Gradient::F32(&self.gradient),
                 Format::Bf16 => Gradient::Bf16(&self.narrow_gradient),
-                Format::F16 => Gradient::F16(&self.narrow_gradient),
+                _ => Gradient::F16(&self.narrow_gradient),
             },
-            first: if narrow {
-                Moment::Bf16(narrow_first)
-            } else {
-                Moment::F32(first)
-            },
-            second: if narrow {
-                Moment::Bf16(narrow_second)
-            } else {
-                Moment::F32(second)
-            },
+            first: moment(first, narrow_first, codes, scales),
+            second: moment(second, narrow_second, codes2, scales2),
             output: if weights == Weights::F32 {
                 Output::Bf16(&mut self.output)
             } else {
@@ -113,6 +153,13 @@ impl Owned {
                 .iter()
                 .flatten()
                 .map(|x| wide(&from_bf16(*x))),
+        );
+        bits.extend(
+            self.codes
+                .iter()
+                .chain(&self.scales)
+                .flatten()
+                .map(|x| u32::from(*x)),
         );
         bits.extend(self.output.iter().map(|x| wide(&from_bf16(*x))));
         bits
@@ -170,8 +217,54 @@ fn format() -> impl Strategy<Value = Format> {
     prop::sample::select(vec![Format::F32, Format::Bf16, Format::F16])
 }
 
+/// Whole blocks.
+fn blocks() -> impl Strategy<Value = Vec<(f32, f32, f32, f32)>> {
+    (values(), 0usize..4).prop_map(|(mut values, count)| {
+        values.resize(count * BLOCK, (0.5, 1e-3, 0.0, 1e-9));
+        values
+    })
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn moments_of_a_byte_are_those_of_f32_rounded(
+        values in blocks(), adam in adam(), weights in weights(), gradient in format(),
+        key in any::<u32>(), offset in any::<u32>(),
+    ) {
+        let noise = Noise { key, offset };
+        let mut got = Owned::new(&values);
+        // f32 moments that begin as what the bytes say.
+        let mut want = got.clone();
+        for (at, x) in want.moments[0].iter_mut().enumerate() {
+            *x = from_first(got.codes[0][at], Grid::new(got.scales[0][at / BLOCK]));
+        }
+        for (at, x) in want.moments[1].iter_mut().enumerate() {
+            *x = from_second(got.codes[1][at], Grid::new(got.scales[1][at / BLOCK]));
+        }
+        adam.step(Isa::detect(), got.tensors(weights, gradient, Format::Int8), noise).unwrap();
+        adam.step(Isa::detect(), want.tensors(weights, gradient, Format::F32), noise).unwrap();
+        prop_assert_eq!(&got.upper, &want.upper);
+        prop_assert_eq!(&got.lower, &want.lower);
+        for at in 0..values.len() {
+            let block = at / BLOCK * BLOCK..at / BLOCK * BLOCK + BLOCK;
+            let random = formats::counter_hash(offset.wrapping_add(at as u32), key);
+            let scale = Grid::<{ formats::FIRST }>::scale(largest(&want.moments[0][block.clone()]));
+            prop_assert_eq!(got.scales[0][at / BLOCK], scale);
+            let code = to_first(want.moments[0][at], Grid::new(scale), random);
+            prop_assert_eq!(got.codes[0][at], code);
+            let scale = Grid::<{ formats::SECOND }>::scale(largest(&want.moments[1][block]));
+            prop_assert_eq!(got.scales[1][at / BLOCK], scale);
+            let code = to_second(want.moments[1][at], Grid::new(scale), random >> 16);
+            prop_assert_eq!(got.codes[1][at], code);
+        }
+        for isa in Isa::available() {
+            let mut other = Owned::new(&values);
+            adam.step(isa, other.tensors(weights, gradient, Format::Int8), noise).unwrap();
+            prop_assert_eq!(other.bits(), got.bits(), "{}", isa.name());
+        }
+    }
 
     #[test]
     fn all_instructions_and_threads_give_the_same_bits(
@@ -199,7 +292,7 @@ proptest! {
             let g = match gradient {
                 Format::F32 => before.gradient[i],
                 Format::Bf16 => from_bf16(before.narrow_gradient[i]),
-                Format::F16 => from_f16(before.narrow_gradient[i]),
+                _ => from_f16(before.narrow_gradient[i]),
             };
             let (w, m, v) = adamw(&adam, before.wide[i], g, before.moments[0][i], before.moments[1][i]);
             (want.wide[i], want.moments[0][i], want.moments[1][i]) = (w, m, v);
@@ -256,15 +349,18 @@ fn threads_change_nothing() {
         offset: u32::MAX - 5,
     };
     fn compare(optimizer: &impl Optimizer, values: &[(f32, f32, f32, f32)], noise: Noise) {
-        let mut want = Owned::new(values);
-        let tensors = want.tensors(Weights::Split, Format::Bf16, Format::Bf16);
-        optimizer.step(Isa::BASELINE, tensors, noise).unwrap();
-        for threads in [1, 3] {
-            let pool = Pool::new(threads).unwrap();
-            let mut got = Owned::new(values);
-            let tensors = got.tensors(Weights::Split, Format::Bf16, Format::Bf16);
-            pool.step(optimizer, Isa::detect(), tensors, noise).unwrap();
-            assert_eq!(got.bits(), want.bits());
+        for (moments, n) in [(Format::Bf16, 100_001), (Format::Int8, 390 * BLOCK)] {
+            let values = &values[..n];
+            let mut want = Owned::new(values);
+            let tensors = want.tensors(Weights::Split, Format::Bf16, moments);
+            optimizer.step(Isa::BASELINE, tensors, noise).unwrap();
+            for threads in [1, 3] {
+                let pool = Pool::new(threads).unwrap();
+                let mut got = Owned::new(values);
+                let tensors = got.tensors(Weights::Split, Format::Bf16, moments);
+                pool.step(optimizer, Isa::detect(), tensors, noise).unwrap();
+                assert_eq!(got.bits(), want.bits());
+            }
         }
     }
     compare(&adam, &values, noise);
@@ -332,6 +428,19 @@ fn what_cannot_be_is_refused_with_nothing_written() {
             name: "the second moment",
             got: 8,
             expected: 9
+        }
+    );
+    owned.moments[1].push(1.0);
+    let tensors = owned.tensors(Weights::F32, Format::F32, Format::Int8);
+    let refused = good
+        .step(Isa::detect(), tensors, Noise::default())
+        .unwrap_err();
+    assert_eq!(
+        refused,
+        StateError::Blocks {
+            name: "the first moment",
+            elements: 9,
+            scales: 1
         }
     );
     let tensors = Tensors {

@@ -1,7 +1,8 @@
 //! The fused optimizers for Python. `evener.base.optimizers` is the only caller; it has checked devices,
 //! dtypes, contiguity and that no two tensors share memory.
 //!
-//! A tensor is a pair (format, address); formats are "f32", "bf16", "f16" and "none".
+//! A tensor is a pair (format, address); formats are "f32", "bf16", "f16" and "none". A moment has a
+//! second address: that of its scales, where its format is "int8".
 
 use crate::Span;
 use evener_kernels::adam::Adam;
@@ -50,6 +51,7 @@ fn instructions(name: Option<&str>) -> PyResult<Isa> {
 }
 
 type Address<'a> = (&'a str, usize);
+type Pair<'a> = (&'a str, usize, usize);
 
 fn unknown(what: &str, format: &str) -> PyErr {
     PyValueError::new_err(format!("{what} cannot be {format:?}"))
@@ -62,17 +64,29 @@ fn unknown(what: &str, format: &str) -> PyErr {
 /// touches for as long as the result is used; `gradient` may be read by others.
 unsafe fn tensors<'a>(
     n: usize,
-    master: (&str, usize, usize),
+    master: Pair<'_>,
     gradient: Address<'_>,
-    moments: [Address<'_>; 2],
+    moments: [Pair<'_>; 2],
     output: Address<'_>,
 ) -> PyResult<Tensors<'a>> {
     let span = |address| Span { address, length: n };
-    let moment = |(format, address): Address<'_>| match format {
+    let moment = |(format, address, scales): Pair<'_>| match format {
         // SAFETY: promised by the caller.
         "f32" => Ok(Moment::F32(unsafe { span(address).write() })),
         // SAFETY: promised by the caller.
         "bf16" => Ok(Moment::Bf16(unsafe { span(address).write() })),
+        // SAFETY: promised by the caller, of scales for as many blocks as these elements are.
+        "int8" => Ok(unsafe {
+            let length = n.div_ceil(formats::BLOCK);
+            Moment::Int8 {
+                codes: span(address).write(),
+                scales: Span {
+                    address: scales,
+                    length,
+                }
+                .write(),
+            }
+        }),
         "none" => Ok(Moment::Absent),
         other => Err(unknown("a moment", other)),
     };
@@ -154,8 +168,8 @@ pub fn adam_step(
     elements: usize,
     master: (String, usize, usize),
     gradient: (String, usize),
-    first: (String, usize),
-    second: (String, usize),
+    first: (String, usize, usize),
+    second: (String, usize, usize),
     output: (String, usize),
     hyper: [f64; 6],
     decoupled: bool,
@@ -179,7 +193,10 @@ pub fn adam_step(
             elements,
             (&master.0, master.1, master.2),
             (&gradient.0, gradient.1),
-            [(&first.0, first.1), (&second.0, second.1)],
+            [
+                (&first.0, first.1, first.2),
+                (&second.0, second.1, second.2),
+            ],
             (&output.0, output.1),
         )?
     };
@@ -198,7 +215,7 @@ pub fn sgd_step(
     elements: usize,
     master: (String, usize, usize),
     gradient: (String, usize),
-    first: (String, usize),
+    first: (String, usize, usize),
     output: (String, usize),
     hyper: [f64; 5],
     nesterov: bool,
@@ -221,7 +238,7 @@ pub fn sgd_step(
             elements,
             (&master.0, master.1, master.2),
             (&gradient.0, gradient.1),
-            [(&first.0, first.1), ("none", 0)],
+            [(&first.0, first.1, first.2), ("none", 0, 0)],
             (&output.0, output.1),
         )?
     };
@@ -239,7 +256,7 @@ pub fn lion_step(
     elements: usize,
     master: (String, usize, usize),
     gradient: (String, usize),
-    first: (String, usize),
+    first: (String, usize, usize),
     output: (String, usize),
     hyper: [f64; 5],
     number: u64,
@@ -259,7 +276,7 @@ pub fn lion_step(
             elements,
             (&master.0, master.1, master.2),
             (&gradient.0, gradient.1),
-            [(&first.0, first.1), ("none", 0)],
+            [(&first.0, first.1, first.2), ("none", 0, 0)],
             (&output.0, output.1),
         )?
     };

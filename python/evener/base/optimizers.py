@@ -6,7 +6,8 @@ accelerator computes with, from a gradient in whatever dtype it came. Formats:
 - master weights: float32; a pair (upper bfloat16, lower int16) that together is a float32
   (the upper half is the bfloat16 weight, rounded half away from zero); or bfloat16, rounded
   stochastically.
-- moments: float32, or bfloat16 rounded stochastically by a hash of (seed, step, stream, index).
+- moments: float32; or rounded stochastically by a hash of (seed, step, stream, index): bfloat16, or
+  a pair (codes int8 [n], scales uint8 [n / 256]) of one byte each (crates/kernels/src/formats.rs).
 - gradient: float32, bfloat16 or float16. Output: bfloat16 or float16, to nearest even.
 
 The bits do not depend on the number of threads or on the machine's vector instructions.
@@ -24,7 +25,11 @@ from evener import _native
 
 _FORMATS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
+BLOCK = 256
+"""Moments of one byte that share a scale."""
+
 Master = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Moment = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,20 @@ def _master(master: Master) -> tuple[int, tuple[str, int, int]]:
     return numel, ("split", first, second)
 
 
-def _apart(*tensors: torch.Tensor | None) -> None:
+def _moment(moment: Moment, name: str, numel: int) -> tuple[str, int, int]:
+    if not isinstance(moment, tuple):
+        return (*_address(moment, name, numel, _MOMENTS), 0)
+    codes, scales = moment
+    if numel % BLOCK:
+        raise ValueError(f"{name} of one byte each has {numel} elements: give whole blocks of 256")
+    _, where = _address(codes, name, numel, [torch.int8])
+    _, there = _address(scales, f"{name}'s scales", numel // BLOCK, [torch.uint8])
+    return "int8", where, there
+
+
+def _apart(*given: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None) -> None:
     """Refuses tensors that share memory: the kernels write through one while they read another."""
+    tensors = [t for each in given for t in (each if isinstance(each, tuple) else (each,))]
     ranges = sorted(
         (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size())
         for t in tensors
@@ -105,8 +122,8 @@ _OUTPUTS = (torch.bfloat16, torch.float16)
 def adam(
     master: Master,
     gradient: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
+    first: Moment,
+    second: Moment,
     output: torch.Tensor | None = None,
     *,
     step: int,
@@ -124,14 +141,13 @@ def adam(
     loss scale). Raises ValueError with nothing written.
     """
     numel, where = _master(master)
-    halves = (master, None) if isinstance(master, torch.Tensor) else master
-    _apart(*halves, gradient, first, second, output)
+    _apart(master, gradient, first, second, output)
     _native.adam_step(
         numel,
         where,
         _address(gradient, "gradient", numel, _GRADIENTS),
-        _address(first, "first", numel, _MOMENTS),
-        _address(second, "second", numel, _MOMENTS),
+        _moment(first, "first", numel),
+        _moment(second, "second", numel),
         _address(output, "output", numel, _OUTPUTS),
         [lr, *betas, eps, weight_decay, scale],
         decoupled,
@@ -143,7 +159,7 @@ def adam(
 def sgd(
     master: Master,
     gradient: torch.Tensor,
-    first: torch.Tensor | None = None,
+    first: Moment = None,
     output: torch.Tensor | None = None,
     *,
     step: int,
@@ -157,13 +173,12 @@ def sgd(
 ) -> None:
     """One step of SGD, in place; `first` is the momentum buffer. Otherwise as `adam`."""
     numel, where = _master(master)
-    halves = (master, None) if isinstance(master, torch.Tensor) else master
-    _apart(*halves, gradient, first, output)
+    _apart(master, gradient, first, output)
     _native.sgd_step(
         numel,
         where,
         _address(gradient, "gradient", numel, _GRADIENTS),
-        _address(first, "first", numel, _MOMENTS),
+        _moment(first, "first", numel),
         _address(output, "output", numel, _OUTPUTS),
         [lr, momentum, dampening, weight_decay, scale],
         nesterov,
@@ -175,7 +190,7 @@ def sgd(
 def lion(
     master: Master,
     gradient: torch.Tensor,
-    first: torch.Tensor,
+    first: Moment,
     output: torch.Tensor | None = None,
     *,
     step: int,
@@ -187,13 +202,12 @@ def lion(
 ) -> None:
     """One step of Lion, in place; `first` is the momentum. Otherwise as `adam`."""
     numel, where = _master(master)
-    halves = (master, None) if isinstance(master, torch.Tensor) else master
-    _apart(*halves, gradient, first, output)
+    _apart(master, gradient, first, output)
     _native.lion_step(
         numel,
         where,
         _address(gradient, "gradient", numel, _GRADIENTS),
-        _address(first, "first", numel, _MOMENTS),
+        _moment(first, "first", numel),
         _address(output, "output", numel, _OUTPUTS),
         [lr, *betas, weight_decay, scale],
         step,

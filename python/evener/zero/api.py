@@ -120,7 +120,7 @@ def plans(
             if head is not None:
                 head.close()
     else:
-        units = cut(module, small=settings.small)
+        units = cut(module, small=settings.small, bytes=settings.moments == torch.int8)
     limit = _budget(settings, device, ranks)
     found: list[Plan] = []
     for nodes, form in ways:
@@ -478,7 +478,8 @@ def _engine(
     else:
         if away:
             folder = _budget(settings, device.device, world_size()).folder
-        units, profile = cut(model, numbers, small=settings.small), None
+        units = cut(model, numbers, settings.small, bytes=settings.moments == torch.int8)
+        profile = None
         ranks = _forced(settings, device, layout())
     if settings.ignored:
         logger.info("taken and not needed: %s", ", ".join(settings.ignored))

@@ -27,7 +27,8 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ from evener.errors import EvenerError, UsageError
 from evener.zero import exits
 from evener.zero.chunk import Chunk
 from evener.zero.engine import Engine
+from evener.zero.states import BLOCK, SCALE, decode, stride
 from evener.zero.tensors import buffers
 
 VERSION = 1
@@ -156,34 +158,92 @@ class _Progress:
             chunk.saved.set()
 
 
-def _pieces(engine: Engine, progress: _Progress | None = None) -> dict[str, Any]:
-    """Views of everything that this rank holds. What a rank has nothing of is not in it."""
-    found: dict[str, Any] = {}
+@dataclass(frozen=True)
+class _Held:
+    """Elements [low, high) of a parameter of `numel` are this rank's, from `begin` of its share
+    on."""
+
+    chunk: Chunk
+    name: str
+    numel: int
+    low: int
+    high: int
+    begin: int
+
+
+def _held(engine: Engine) -> Iterator[_Held]:
+    """What this rank holds. What it has nothing of is not in it."""
     for chunk in engine.chunks():
-        formats = chunk.formats()
-        held = chunk.states.tensors()
         share = chunk.states.weights.numel()
         begin = engine.rank * share
         for piece in chunk.group.pieces:
             low = max(piece.offset, begin)
             high = min(piece.offset + piece.numel, begin + share)
-            if low >= high:
-                continue
-            for kind, dtype in formats.items():
-                if kind in held:
-                    view = held[kind][low - begin : high - begin]
-                else:  # a shape without memory: it is on the SSD
-                    view = torch.empty(1, dtype=dtype).expand(high - low)
-                entry = Piece.of(view, low - piece.offset, piece.numel)
-                if kind not in held:
-                    place = kind, low - begin
-                    entry.fetch = functools.partial(chunk.read, *place, high - begin)
-                    entry.keep = functools.partial(_keep, chunk, *place)
-                if progress is not None:
-                    progress.left[chunk.index] += 1
-                    entry.reading = functools.partial(progress.reading, chunk)
-                found[f"{piece.name}.{kind}"] = entry
+            if low < high:
+                low, high, at = low - piece.offset, high - piece.offset, low - begin
+                yield _Held(chunk, piece.name, piece.numel, low, high, at)
+
+
+def _pieces(engine: Engine, progress: _Progress | None = None) -> dict[str, Any]:
+    """Views of everything that this rank holds."""
+    found: dict[str, Any] = {}
+    for part in _held(engine):
+        chunk, held = part.chunk, part.chunk.states.tensors()
+        for kind, dtype in chunk.formats().items():
+            each = stride(kind)
+            count = -(-(part.high - part.low) // each)
+            if kind in held:
+                view = held[kind][part.begin // each :][:count]
+            else:  # a shape without memory: it is on the SSD
+                view = torch.empty(1, dtype=dtype).expand(count)
+            entry = Piece.of(view, part.low // each, -(-part.numel // each))
+            if kind not in held:
+                place = kind, part.begin
+                end = part.begin + part.high - part.low
+                entry.fetch = functools.partial(chunk.read, *place, end)
+                entry.keep = functools.partial(_keep, chunk, *place)
+            if progress is not None:
+                progress.left[chunk.index] += 1
+                entry.reading = functools.partial(progress.reading, chunk)
+            found[f"{part.name}.{kind}"] = entry
     return found
+
+
+def _converted(engine: Engine, saved: Container[str]) -> list[tuple[_Held, str]]:
+    """The moments that a checkpoint with these entries has in codes of one byte and this engine has
+    not, or the other way: parts and places."""
+    found: list[tuple[_Held, str]] = []
+    for part in _held(engine):
+        for place in engine.rule.moments.values():
+            name = f"{part.name}.{place}"
+            if place not in part.chunk.formats() or name not in saved:
+                continue
+            if (name + SCALE in saved) != part.chunk.coded(place):
+                found.append((part, place))
+    return found
+
+
+def _convert(path: Path, part: _Held, place: str, coded: bool) -> None:
+    """Read a moment that a checkpoint has in another form: `coded`, or not."""
+    name = f"{part.name}.{place}"
+    low, high, whole = part.low, part.high, part.numel
+    first = low // BLOCK * BLOCK if coded else low
+    if coded:
+        blocks = -(-(high - first) // BLOCK)
+        codes = torch.zeros(blocks * BLOCK, dtype=torch.int8)
+        scales = torch.empty(blocks, dtype=torch.uint8)
+        wanted = {
+            name: Piece.of(codes[: whole - first], first, whole),
+            name + SCALE: Piece.of(scales, first // BLOCK, -(-whole // BLOCK)),
+        }
+    else:
+        values = torch.empty(high - low)
+        wanted = {name: Piece.of(values, low, whole)}
+    # Of this rank alone: others may have nothing to convert.
+    read_all(wanted, storage_reader=FileSystemReader(path), planner=_Reader(), no_dist=True)
+    if coded:
+        values = decode(place, codes, scales)[low - first : high - first]
+    part.chunk.write_moment(place, part.begin, values)
 
 
 def _keep(chunk: Chunk, kind: str, begin: int, values: torch.Tensor, offset: int) -> None:
@@ -469,7 +529,11 @@ def _meta(engine: Engine, extra: Any) -> dict[str, Any]:
         "micro_steps": engine.micro_steps,
         "ranks": engine.ranks.size,
         "kind": engine.rule.name,
-        "chunk_steps": {c.group.name: list(c.steps) for c in engine.chunks()},
+        "steps": {
+            piece.name: steps
+            for chunk in engine.chunks()
+            for piece, steps in zip(chunk.group.pieces, chunk.steps, strict=True)
+        },
         "groups": [
             {k: v for k, v in group.items() if k != "params"} for group in engine.param_groups
         ],
@@ -539,22 +603,25 @@ def load(engine: Engine, path: str | Path) -> Any:
             )
         path = found
     meta = _check(path, engine)
-    wanted = _pieces(engine)
+    reader = FileSystemReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    others = _converted(engine, saved)
+    apart = {f"{part.name}.{place}" for part, place in others}
+    wanted = {
+        name: piece
+        for name, piece in _pieces(engine).items()
+        if name.removesuffix(SCALE) not in apart
+    }
     try:
-        read_all(
-            wanted,
-            storage_reader=FileSystemReader(path),
-            planner=_Reader(),
-            no_dist=engine.world == 1,
-        )
+        read_all(wanted, storage_reader=reader, planner=_Reader(), no_dist=engine.world == 1)
+        for part, place in others:
+            _convert(path, part, place, f"{part.name}.{place}{SCALE}" in saved)
     except (CheckpointException, RuntimeError, OSError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path} cannot be loaded: {error}", "load an earlier one"
         ) from error
     for chunk in engine.chunks():
-        steps = meta["chunk_steps"].get(chunk.group.name, meta["step"])
-        # One number for all of a chunk's parameters: written before each had its own.
-        chunk.steps = list(steps) if isinstance(steps, list) else [steps] * len(chunk.steps)
+        chunk.steps = _steps(meta, chunk)
         chunk.refresh()
     engine.global_steps, engine.skipped_steps = meta["step"], meta["skipped"]
     engine.micro_steps = meta["micro_steps"]
@@ -584,6 +651,21 @@ def load(engine: Engine, path: str | Path) -> Any:
     return meta["extra"]
 
 
+def _steps(meta: dict[str, Any], chunk: Chunk) -> list[int]:
+    """Of each parameter. Checkpoints of before have them by chunk, or one number for a chunk."""
+    if "steps" in meta:
+        return [meta["steps"][piece.name] for piece in chunk.group.pieces]
+    steps = meta["chunk_steps"].get(chunk.group.name, meta["step"])
+    steps = steps if isinstance(steps, list) else [steps] * len(chunk.steps)
+    if len(steps) != len(chunk.steps):
+        raise CheckpointError(
+            f"the checkpoint is of an older Evener, and {chunk.group.name} had {len(steps)} "
+            f"parameters, not {len(chunk.steps)}",
+            "load it with the moments that it was saved with, and save it again",
+        )
+    return steps
+
+
 def _check(path: Path, engine: Engine) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = json.loads((path / "meta.json").read_text(encoding="utf-8"))
@@ -606,7 +688,12 @@ def _check(path: Path, engine: Engine) -> dict[str, Any]:
             "use the same optimizer",
         )
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    for chunk in engine.chunks():
+        _steps(meta, chunk)
+    scales = {f"{part.name}.{place}{SCALE}" for part, place in _converted(engine, saved)}
     for name, piece in _pieces(engine).items():
+        if name in scales:
+            continue
         other = saved.get(name)
         kept = getattr(getattr(other, "properties", None), "dtype", piece.part.dtype)
         if name.endswith(".weights") and kept != piece.part.dtype:

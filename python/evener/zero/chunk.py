@@ -14,11 +14,12 @@ import threading
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn import functional
 
 from evener.zero import weight
 from evener.zero.device import Event
 from evener.zero.ssd import Away
-from evener.zero.states import States, part
+from evener.zero.states import BLOCK, SCALE, States, cut, decode, encode, part, stride
 from evener.zero.units import Group
 
 
@@ -112,17 +113,42 @@ class Chunk:
         return found
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Elements [begin, end) of one of the states: a view, or a copy of what is on the SSD."""
+        """What there is of one of the states for elements [begin, end): a view, or a copy of what
+        is on the SSD."""
         if self.away is not None and name in self.away.names:
             return self.away.read(name, begin, end)
-        return self.states.tensors()[name][begin:end]
+        return cut(name, self.states.tensors()[name], begin, end)
 
     def write(self, name: str, begin: int, values: torch.Tensor) -> None:
         """Set elements of one of the states, from `begin` on."""
         if self.away is not None and name in self.away.names:
             self.away.write(name, begin, values.to("cpu", self.away.dtype(name)))
         else:
-            self.states.tensors()[name][begin : begin + values.numel()].copy_(values)
+            first = begin // stride(name)
+            self.states.tensors()[name][first : first + values.numel()].copy_(values)
+
+    def read_moment(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """A moment in its own dtype, or as float32 where it is kept in codes; as `read`."""
+        if not self.coded(name):
+            return self.read(name, begin, end)
+        last = -(-end // BLOCK) * BLOCK
+        codes, scales = self.read(name, begin, last), self.read(name + SCALE, begin, last)
+        return decode(name, codes, scales)[: end - begin]
+
+    def write_moment(self, name: str, begin: int, values: torch.Tensor) -> None:
+        """Set a moment from element `begin` on; codes are of the nearest numbers, and `values` are
+        all of a parameter's that this rank has."""
+        if not self.coded(name):
+            self.write(name, begin, values)
+            return
+        whole = functional.pad(values.float(), (0, -values.numel() % BLOCK))
+        codes, scales = encode(name, whole)
+        self.write(name, begin, codes)
+        self.write(name + SCALE, begin, scales)
+
+    def coded(self, name: str) -> bool:
+        """Whether a moment is kept in codes of one byte."""
+        return name + SCALE in self.states.tensors()
 
     def full(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """The float32 weights of elements [begin, end) of this share, or what is stored of a

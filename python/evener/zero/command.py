@@ -16,7 +16,7 @@ from evener.base.units import has_unit, parse_rate
 from evener.errors import UsageError
 from evener.zero import report
 from evener.zero.api import plans
-from evener.zero.config import Config
+from evener.zero.config import MOMENTS, Config
 from evener.zero.device import pick
 from evener.zero.form import Form
 from evener.zero.form import names as forms
@@ -145,7 +145,7 @@ def run_plan(
     said = remarks(read, shape)
     config = Config(
         dtype=_DTYPES[dtype],
-        moments=_DTYPES[moments],
+        moments=MOMENTS[moments],
         accumulation=accumulation,
         checkpointing={"none": False, "recompute": True}.get(checkpointing, checkpointing),
         loss=loss,

@@ -29,17 +29,19 @@ class ConfigError(UsageError):
 class Config:
     """What `initialize` takes. Sizes of batches are in samples, as in DeepSpeed.
 
-    moments: float32, or bfloat16 rounded stochastically. depth: chunks fetched ahead. small: units
-    of at most this many elements stay on the accelerator. checkpointing: False, True (blocks are
-    recomputed), "offload" (and their inputs wait on the host), or "auto": what the plan finds
-    fastest. loss: "auto" (the last layer of a model of transformers and its loss in parts of the
-    vocabulary), "fused" (of any model), "chunked" (the loss is `zero.cross_entropy`), or "plain".
-    balance: whether the optimizer's states stream through the accelerator beside the cores; "auto":
-    where the probe shows a gain. stale_updates: a pass does not wait for the optimizer. compile:
-    each block by torch.compile (a string: by this backend). nodes: "replicate" (each node has a
-    copy of the states), "shard", or "auto": what the plan finds faster of those that fit. crossing:
-    the form of gradients between nodes (`evener.zero.form.names`). rehearse: one unit of each kind
-    runs on the GPU before the plan (`rehearsal`); "auto": where one process plans for a GPU.
+    moments: float32; or rounded stochastically: bfloat16, or int8 (codes of one byte and a scale
+    for each 256, but float32 for parameters below 4,096 elements). depth: chunks fetched ahead.
+    small: units of at most this many elements stay on the accelerator. checkpointing: False, True
+    (blocks are recomputed), "offload" (and their inputs wait on the host), or "auto": what the plan
+    finds fastest. loss: "auto" (the last layer of a model of transformers and its loss in parts of
+    the vocabulary), "fused" (of any model), "chunked" (the loss is `zero.cross_entropy`), or
+    "plain". balance: whether the optimizer's states stream through the accelerator beside the
+    cores; "auto": where the probe shows a gain. stale_updates: a pass does not wait for the
+    optimizer. compile: each block by torch.compile (a string: by this backend). nodes: "replicate"
+    (each node has a copy of the states), "shard", or "auto": what the plan finds faster of those
+    that fit. crossing: the form of gradients between nodes (`evener.zero.form.names`). rehearse:
+    one unit of each kind runs on the GPU before the plan (`rehearsal`); "auto": where one process
+    plans for a GPU.
     """
 
     stage: int = 3
@@ -80,6 +82,14 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp16": torch.float16,
     "float16": torch.float16,
+}
+
+MOMENTS = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
 }
 
 _PASSED_OVER_ZERO = {
@@ -232,9 +242,10 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     else:
         config.budget = budget
     if "moments" in own:
-        config.moments = _dtype(own["moments"], "evener.moments")
-        if config.moments == torch.float16:
-            raise ConfigError("evener.moments = 'fp16'", "use fp32 or bf16")
+        if own["moments"] not in MOMENTS:
+            known = ", ".join(MOMENTS)
+            raise ConfigError(f"evener.moments = {own['moments']!r}", f"use one of {known}")
+        config.moments = MOMENTS[own["moments"]]
     config.depth = _whole(own, "depth", 2) or 2
     config.device = own.get("device", "auto")
     config.checkpointing = _choice(own, "checkpointing", (False, True, "auto", "offload"), False)

@@ -149,7 +149,7 @@ class Engine:
             head=head,
             early=traced is not None,
         )
-        slots = SLOTS * SLICE * store.formats.host_bytes(len(rule.moments)) if streaming else 0
+        slots = int(SLOTS * SLICE * store.formats.host_bytes(len(rule.moments))) if streaming else 0
         self.room = Room(
             store,
             rule,

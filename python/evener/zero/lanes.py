@@ -34,7 +34,8 @@ from evener.zero.planner import SLOTS
 from evener.zero.rules import Rule
 from evener.zero.spans import Spans
 from evener.zero.ssd import BUFFERS, Ring, Ssd
-from evener.zero.states import SLICE, Noise, States, part
+from evener.zero.states import BLOCK, SLICE, Noise, States, part, stride
+from evener.zero.states import of as states_named
 
 
 @dataclass
@@ -67,7 +68,8 @@ class _Slot:
         """Room for `numel` elements of the dtype of `like`; allocated once."""
         key = (name, like.dtype)
         if key not in self.tensors:
-            self.tensors[key] = torch.empty(SLICE, dtype=like.dtype, device=device.device)
+            count = SLICE // stride(name)
+            self.tensors[key] = torch.empty(count, dtype=like.dtype, device=device.device)
         return self.tensors[key][:numel]
 
 
@@ -102,7 +104,8 @@ class Lanes:
         """Elements that each lane has updated."""
         self._seed = seed
         self._rank, self._world = ranks
-        self._slice = min(slice_numel, SLICE)
+        # Whole blocks: a block of moments has one scale.
+        self._slice = max(BLOCK, min(slice_numel, SLICE) // BLOCK * BLOCK)
         self._queue: collections.deque[_Slice] = collections.deque()
         self._state = threading.Condition()
         self._left: dict[int, int] = {}
@@ -279,18 +282,8 @@ class Lanes:
         for run in piece.runs:
             low, high = run.begin - held.begin, run.end - held.begin
             there = {name: tensor[low:high] for name, tensor in held.tensors.items()}
-            weights = chunk.states.weights[run.begin : run.end]
-            self._update(
-                job,
-                run,
-                States(
-                    weights,
-                    there.get("lower"),
-                    there.get("master"),
-                    there.get("first"),
-                    there.get("second"),
-                ),
-            )
+            here = part(chunk.states, run.begin, run.end).tensors()
+            self._update(job, run, states_named({**here, **there}))
         ring.give(held)
 
     def _streaming_lane(self) -> None:
@@ -320,7 +313,7 @@ class Lanes:
         numel = run.end - run.begin
         home = part(chunk.states, run.begin, run.end).tensors()
         gradient = chunk.gradient[run.begin : run.end]
-        there = {name: slot.room(name, tensor, numel, device) for name, tensor in home.items()}
+        there = {name: slot.room(name, x, x.numel(), device) for name, x in home.items()}
         moved = slot.room("gradient", gradient, numel, device)
         name = chunk.group.name
         if chunk.gradient_event is not None:
@@ -338,15 +331,8 @@ class Lanes:
             self._arrived = device.record("states in")
         device.wait("optimizer", self._arrived)
         with self.spans.device("optimizer", "optimizer", name), device.on("optimizer"):
-            states = States(
-                there["weights"],
-                there.get("lower"),
-                there.get("master"),
-                there.get("first"),
-                there.get("second"),
-            )
             noise = self._noise(chunk, run.begin)
-            self.rule.on_device(states, moved, job.hyper, run.step, job.scale, noise)
+            self.rule.on_device(states_named(there), moved, job.hyper, run.step, job.scale, noise)
         device.wait("states out", device.record("optimizer"))
         with self.spans.device("copy", "states out", name), device.on("states out"):
             for key, tensor in home.items():

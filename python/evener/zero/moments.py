@@ -31,13 +31,13 @@ class _Part:
 
     def read(self, name: str) -> torch.Tensor:
         """One moment: a view, or a copy of what is on the SSD."""
-        return self.chunk.read(name, self.begin, self.begin + self.high - self.low)
+        return self.chunk.read_moment(name, self.begin, self.begin + self.high - self.low)
 
     def write(self, name: str, values: torch.Tensor | None) -> None:
         """Set it; None: to zeros."""
         if values is None:
             values = torch.zeros(self.high - self.low)
-        self.chunk.write(name, self.begin, values)
+        self.chunk.write_moment(name, self.begin, values)
 
 
 def collect(engine: Engine, groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

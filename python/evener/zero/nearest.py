@@ -11,11 +11,12 @@ from dataclasses import replace
 import torch
 
 from evener.base import budget as budgets
-from evener.zero.config import Config
+from evener.zero.config import MOMENTS, Config
 from evener.zero.planner import Fit, Machine, Plan
-from evener.zero.planning import plan_units
+from evener.zero.planning import formats_of, plan_units
 from evener.zero.profile import Profile
-from evener.zero.units import Unit
+from evener.zero.states import BLOCK
+from evener.zero.units import LEAST, Group, Unit
 
 _MOST = 1 << 44
 _STEP = 10_000_000
@@ -61,6 +62,19 @@ def nearest(
             low, high, best = (low, middle, found) if found.fits else (middle, high, best)
         return high, best
 
+    def rounded(moments: torch.dtype) -> Plan:
+        """With such moments. The profile is of these chunks: those of one byte would be without
+        small parameters, which are taken to be on the GPU besides."""
+        given = replace(config, moments=moments)
+        if moments != torch.int8:
+            return made(given)
+        cut = [replace(unit, groups=[_blocks(group) for group in unit.groups]) for unit in units]
+        pieces = [p for unit in units for g in unit.groups if g.trainable for p in g.pieces]
+        small = sum(p.numel for p in pieces if p.numel < LEAST)
+        least = small * formats_of(config).device_bytes(len(config.rule.moments))
+        limit = replace(budget, gpu=budget.gpu - int(least))
+        return plan_units(cut, given, machine, limit, tokens, ranks, profile, replicas)
+
     def single() -> Iterator[Fit | None]:
         host, gpu = least(budget, "host"), least(budget, "gpu")
         if host:
@@ -93,11 +107,13 @@ def nearest(
             if plan.fits:
                 words = "activations recomputed or on the host (--checkpointing auto)"
                 yield _fit('evener.checkpointing = "auto"', words, (0, plan))
-        if config.moments == torch.float32:
-            plan = made(replace(config, moments=torch.bfloat16))
-            if plan.fits:
-                words = "moments in BF16 (--moments bf16)"
-                yield _fit('evener.moments = "bf16"', words, (0, plan))
+        for value, words in (("bf16", "BF16"), ("int8", "8 bits")):
+            if MOMENTS[value].itemsize < config.moments.itemsize:
+                plan = rounded(MOMENTS[value])
+                if plan.fits:
+                    option = f"moments in {words} (--moments {value})"
+                    yield _fit(f'evener.moments = "{value}"', option, (0, plan))
+                    break
         yield fewer_rows()
 
     def fewer_rows() -> Fit | None:
@@ -133,6 +149,12 @@ def nearest(
         return _fit(setting, f"{words} (--gpu {one} --host {other})", host)
 
     return [fit for fit in single() if fit is not None]
+
+
+def _blocks(group: Group) -> Group:
+    """The same chunk for moments of one byte."""
+    numel = sum(-(-piece.numel // BLOCK) * BLOCK for piece in group.pieces)
+    return replace(group, align=BLOCK, numel=numel) if group.trainable else group
 
 
 def _fit(setting: str, option: str, found: tuple[int, Plan]) -> Fit:

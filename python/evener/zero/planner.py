@@ -41,11 +41,11 @@ from typing import Any
 
 from evener.base.budget import Budget
 from evener.zero.form import Form
-from evener.zero.host import pages
 from evener.zero.profile import Held, Profile, peaks, step_seconds
 from evener.zero.ssd import SMALL, buffer_bytes, size_of
 from evener.zero.states import SLICE
-from evener.zero.store import Formats, share_of
+from evener.zero.store import PLACES, Formats, share_of, size_on_host
+from evener.zero.units import ALIGN
 
 WORKSPACE = 96 << 20
 """Bytes that matrix products take on a GPU for themselves: two threads' handles of cuBLAS."""
@@ -110,6 +110,8 @@ class Part:
     stays: bool = False
     kept: bool = False
     unit: int = 0
+    align: int = ALIGN
+    """What its elements are a multiple of (see `Group`)."""
     vectors: int = 0
     """Elements of parameters of one dimension."""
 
@@ -218,18 +220,18 @@ class Plan:
 
 
 def _bytes_on(part: Part, formats: Formats, work: Work, where: str) -> int:
-    share = share_of(part.numel, work.ranks)
-    if not part.trainable:
-        each = formats.compute.itemsize
-        return pages(share, each) if where == "host" else share * each
+    """`where`: "gpu", "host", or "ssd": what stays on the host then."""
+    share, formats = _share(part, work), formats.of(part.align)
+    owed = _owed(formats, work) * part.trainable
     if where == "gpu":
-        return share * (formats.device_bytes(work.moments) + _owed(formats, work))
-    sizes = [formats.compute.itemsize, formats.gradient.itemsize]
-    sizes += [_owed(formats, work)] * bool(_owed(formats, work))
-    sizes += [formats.moments.itemsize] * work.moments
-    if formats.compute.itemsize == 2:
-        sizes.append(2 if formats.host_bytes(0) - formats.gradient.itemsize == 4 else 4)
-    return sum(pages(share, each) for each in sizes)
+        each = formats.device_bytes(work.moments) if part.trainable else formats.compute.itemsize
+        return int(share * (each + owed))
+    sizes = formats.pages(share, part.trainable, PLACES[: work.moments], where == "ssd")
+    return sum(sizes) + (size_on_host(share, owed) if owed else 0)
+
+
+def _share(part: Part, work: Work) -> int:
+    return share_of(part.numel, work.ranks, part.align)
 
 
 def _owed(formats: Formats, work: Work) -> int:
@@ -242,9 +244,7 @@ def _crossing(parts: Sequence[Part], formats: Formats, work: Work) -> int:
     """Bytes that a rank hands to the network between nodes per step."""
     width = formats.gradient.itemsize
     return sum(
-        work.crossing.sent(
-            share_of(part.numel, work.ranks), part.vectors // work.ranks, width, work.replicas
-        )
+        work.crossing.sent(_share(part, work), part.vectors // work.ranks, width, work.replicas)
         for part in parts
         if part.trainable
     )
@@ -268,12 +268,12 @@ def _need(
             stays += size  # gathered once, beside this rank's share
         elif part.kept and (work.ranks > 1 or part.name not in resident):
             stays += size
-    share = share_of(max((p.numel for p in parts if p.trainable), default=0), work.ranks)
+    share = max((_share(p, work) for p in parts if p.trainable), default=0)
     # Updated on the accelerator is what lives there, and what streams through, slice by slice.
-    there = (p.numel for p in parts if p.trainable and _updated(p, resident, work))
-    scratch = work.scratch * min(SLICE, share_of(max(there, default=0), work.ranks))
+    there = (_share(p, work) for p in parts if p.trainable and _updated(p, resident, work))
+    scratch = work.scratch * min(SLICE, max(there, default=0))
     scratch += scratch // 64 + SMALL_THINGS if scratch else 0
-    slots = SLOTS * SLICE * formats.host_bytes(work.moments) if work.streaming else 0
+    slots = int(SLOTS * SLICE * formats.host_bytes(work.moments)) if work.streaming else 0
     slots += work.crossing.scratch(share, formats.gradient, work.replicas)
     if work.profile is not None:
         weights, rest = peaks(
@@ -437,21 +437,18 @@ def _spilled(
     memory and of the file."""
     if not budget.ssd or host <= budget.host:
         return places, host, 0
-    fields = formats.away(["moment"] * work.moments)
+    fields = formats.away(PLACES[: work.moments])
     dtypes = [dtype for _, dtype in fields]
     host += buffer_bytes(sum(dtype.itemsize for dtype in dtypes))
     places, used = list(places), 0
     for at in reversed(range(len(places))):
         part, place = parts[at], places[at]
-        share = share_of(part.numel, work.ranks)
-        away = size_of(share, dtypes)
+        away = size_of(_share(part, work), dtypes)
         if place.where != "host" or not part.trainable or away < SMALL or not fields:
             continue
         if used + away > budget.ssd:
             continue
-        sizes = [formats.compute.itemsize, formats.gradient.itemsize]
-        sizes += [_owed(formats, work)] * bool(_owed(formats, work))
-        rest = sum(pages(share, each) for each in sizes)
+        rest = _bytes_on(part, formats, work, "ssd")
         places[at] = replace(place, where="ssd", bytes=rest, away=away)
         host -= place.bytes - rest
         used += away

@@ -33,7 +33,7 @@ class NoFitError(EvenerError):
     """The model does not fit the budget; `plan` says by how much, `nearest` what would fit."""
 
     def __init__(self, plan: Plan, nearest: Sequence[str] = ()) -> None:
-        fix = "raise the budget, use moments=bf16, a smaller micro-batch, or more GPUs"
+        fix = "raise the budget, use moments=bf16 or int8, a smaller micro-batch, or more GPUs"
         if nearest:
             fix = "this would fit: " + "; or ".join(nearest)
         super().__init__(plan.problem, fix)
@@ -146,7 +146,7 @@ def cut_and_trace(
     of several ranks' profiles gives one, as each looks at values of its own batch."""
     stay: frozenset[str] = frozenset()
     for _ in range(3):
-        units = cut(model, numbers, small=config.small, stay=stay)
+        units = cut(model, numbers, config.small, stay, config.moments == torch.int8)
         profile, said = timed_trace(
             model,
             units,

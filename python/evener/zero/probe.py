@@ -19,11 +19,12 @@ from evener.base.budget import resident_now
 from evener.base.given import given
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import CudaDevice, Device, SimulatedDevice
-from evener.zero.host import HostMemory, pages
+from evener.zero.host import HostMemory
 from evener.zero.lanes import Lanes, Update, measure, threads_for
 from evener.zero.planner import Machine
 from evener.zero.rules import AdamW
-from evener.zero.states import States
+from evener.zero.states import BLOCK, stride
+from evener.zero.store import PLACES, SMALL, Formats, states_of
 from evener.zero.units import Group
 
 MODULES = 256 << 20
@@ -165,22 +166,28 @@ class _Bench:
         self.accelerator: Device = CudaDevice(device.index) if self.cuda else SimulatedDevice()
         self.rule = AdamW()
         # On the CPU a second must do, and bf16 products there are emulated: float32 instead.
-        self.elements = n = elements or (96 << 20 if self.cuda else 2 << 20)
-        sizes = (2, 2, 2, moments.itemsize, moments.itemsize)
-        host = HostMemory(sum(pages(n, size) for size in sizes), pin=self.cuda)
-        self.weights, lower = host.tensor(n, torch.bfloat16), host.tensor(n, torch.int16)
-        first, second = host.tensor(n, moments), host.tensor(n, moments)
-        self.gradient = host.tensor(n, torch.bfloat16)
-        self.states = States(self.weights, lower, None, first, second)
+        n = elements or (96 << 20 if self.cuda else 2 << 20)
+        self.elements = n = -(-n // BLOCK) * BLOCK
+        formats = Formats(torch.bfloat16, moments, torch.bfloat16)
+        size = sum(formats.pages(n, True, PLACES))
+        host = HostMemory(size, pin=self.cuda)
+
+        def make(name: str, dtype: torch.dtype) -> torch.Tensor:
+            count = n // stride(name)
+            small = count * dtype.itemsize < SMALL
+            return torch.zeros(count, dtype=dtype) if small else host.tensor(count, dtype)
+
+        self.states, gradient = states_of(True, formats, self.rule, make)
+        assert gradient is not None
+        self.weights, self.gradient = self.states.weights, gradient
         # On the accelerator few: a probe must not need more than a small budget.
         self.few = min(n, 32 << 20)
         self.there = torch.zeros(self.few, dtype=torch.bfloat16, device=device)
-        self.states_there = States(
-            self.there.clone(),
-            torch.zeros(self.few, dtype=torch.int16, device=device),
-            None,
-            torch.zeros(self.few, dtype=moments, device=device),
-            torch.zeros(self.few, dtype=moments, device=device),
+        self.states_there, _ = states_of(
+            True,
+            formats,
+            self.rule,
+            lambda name, dtype: torch.zeros(self.few // stride(name), dtype=dtype, device=device),
         )
         self.size = 4096 if self.cuda else 384
         kind = dtype if self.cuda else torch.float32

@@ -19,7 +19,8 @@ from evener.zero.chunk import Chunk
 from evener.zero.host import HostMemory, pages
 from evener.zero.planner import HELD, Plan, lost
 from evener.zero.profile import Held, Profile, peaks
-from evener.zero.store import Store, states_of
+from evener.zero.states import stride
+from evener.zero.store import SMALL, Store, states_of
 
 if TYPE_CHECKING:
     from evener.zero.device import Device
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from evener.zero.rules import Rule
 
 logger = logging.getLogger("evener.zero")
-
-SMALL = 1 << 20
 
 
 class Room:
@@ -210,13 +209,15 @@ class Room:
                 return 0
             share = chunk.states.weights.numel()
 
-            def make(dtype: torch.dtype) -> torch.Tensor:
-                if share * dtype.itemsize >= SMALL:
-                    return memory.tensor(share, dtype)
-                made = torch.zeros(share, dtype=dtype)
+            def make(name: str, dtype: torch.dtype) -> torch.Tensor:
+                count = share // stride(name)
+                if count * dtype.itemsize >= SMALL:
+                    return memory.tensor(count, dtype)
+                made = torch.zeros(count, dtype=dtype)
                 return made.pin_memory() if pin else made
 
-            states, gradient = states_of(chunk.group.trainable, store.formats, self._rule, make)
+            formats = store.formats.of(chunk.group.align)
+            states, gradient = states_of(chunk.group.trainable, formats, self._rule, make)
             for name, tensor in chunk.states.tensors().items():
                 states.tensors()[name].copy_(tensor)
             if gradient is not None and chunk.gradient is not None:

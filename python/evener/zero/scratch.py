@@ -11,6 +11,7 @@ import torch
 
 from evener.zero.meter import Ledger, Meter
 from evener.zero.rules import Rule
+from evener.zero.states import stride
 from evener.zero.store import Formats, states_of
 
 NUMEL = 1 << 12
@@ -24,7 +25,9 @@ def scratch_of(rule: Rule, formats: Formats, cuda: bool) -> int:
         return 0
     # Groups have values of their own: what is off in the rule's may be on there.
     hyper = {k: 0.1 if type(v) is float and v == 0 else v for k, v in rule.values.items()}
-    states, gradient = states_of(True, formats, rule, lambda dtype: torch.zeros(NUMEL, dtype=dtype))
+    states, gradient = states_of(
+        True, formats, rule, lambda name, dtype: torch.zeros(NUMEL // stride(name), dtype=dtype)
+    )
     assert gradient is not None
     ledger = Ledger()
     with Meter(ledger):

@@ -27,6 +27,7 @@ def parts_of(units: list[Unit]) -> list[Part]:
             stays=unit.module is None and not group.kept,
             kept=group.kept,
             unit=number,
+            align=group.align,
             vectors=sum(p.numel for p in group.pieces if len(p.shape) <= 1),
         )
         for number, unit in enumerate(units)

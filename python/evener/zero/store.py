@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,37 +16,73 @@ from evener.zero.host import HostMemory, pages
 from evener.zero.ranks import Ranks
 from evener.zero.rules import Rule
 from evener.zero.ssd import Ssd, size_of
-from evener.zero.states import States
-from evener.zero.units import Group, Unit
+from evener.zero.states import BLOCK, SCALE, States, stride
+from evener.zero.states import of as states_named
+from evener.zero.units import ALIGN, Group, Unit
 
-ALIGN = 8
-_SMALL = 1 << 20
+SMALL = 1 << 20
 """Tensors below a quarter of a page share torch's own allocator: a page each would be waste."""
+
+
+PLACES = ("first", "second")
+"""Places of moments, in the order in which rules have them."""
 
 
 @dataclass(frozen=True)
 class Formats:
-    """dtypes: what the model computes with, the optimizer's moments, and gradient sums."""
+    """dtypes: what the model computes with, the optimizer's moments (int8: codes, with scales), and
+    gradient sums."""
 
     compute: torch.dtype = torch.bfloat16
     moments: torch.dtype = torch.float32
     gradient: torch.dtype = torch.bfloat16
 
-    def host_bytes(self, moments: int = 2) -> int:
+    def of(self, align: int) -> Formats:
+        """Those of a group of chunks: codes only where it has blocks."""
+        whole = self.moments == torch.int8 and align != BLOCK
+        return replace(self, moments=torch.float32) if whole else self
+
+    def tensors(self, trainable: bool, places: Iterable[str]) -> dict[str, torch.dtype]:
+        """The tensors of a chunk whose moments have these places: their dtypes by name."""
+        found = {"weights": self.compute}
+        if not trainable:
+            return found
+        if self.compute == torch.bfloat16:
+            found["lower"] = torch.int16
+        elif self.compute == torch.float16:
+            found["master"] = torch.float32
+        for place in places:
+            found[place] = self.moments
+            if self.moments == torch.int8:
+                found[place + SCALE] = torch.uint8
+        return {**found, "gradient": self.gradient}
+
+    def host_bytes(self, moments: int = 2) -> float:
         """Bytes of host memory a trainable parameter, gradient included."""
-        master = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 6}[self.compute]
-        return master + moments * self.moments.itemsize + self.gradient.itemsize
+        found = self.tensors(True, PLACES[:moments])
+        return sum(dtype.itemsize / stride(name) for name, dtype in found.items())
 
     def away(self, places: Iterable[str]) -> list[tuple[str, torch.dtype]]:
         """What goes to the SSD of a chunk whose moments have these places: all that only the
-        optimizer reads."""
-        rest: dict[torch.dtype, list[tuple[str, torch.dtype]]] = {
-            torch.bfloat16: [("lower", torch.int16)],
-            torch.float16: [("master", torch.float32)],
-        }
-        return [*rest.get(self.compute, []), *((place, self.moments) for place in places)]
+        optimizer reads, but scales, which are too few."""
+        found = self.tensors(True, places).items()
+        here = ("weights", "gradient")
+        return [(n, dtype) for n, dtype in found if n not in here and stride(n) == 1]
 
-    def device_bytes(self, moments: int = 2) -> int:
+    def pages(
+        self, share: int, trainable: bool, places: Iterable[str], away: bool = False
+    ) -> list[int]:
+        """Bytes that each tensor of a rank's share takes on the host. `away`: of a chunk with
+        states on the SSD."""
+        places = list(places)
+        gone = {name for name, _ in self.away(places)} if away and trainable else set()
+        return [
+            size_on_host(share // stride(name), dtype.itemsize)
+            for name, dtype in self.tensors(trainable, places).items()
+            if name not in gone
+        ]
+
+    def device_bytes(self, moments: int = 2) -> float:
         """Bytes of accelerator memory a resident trainable parameter."""
         return self.host_bytes(moments)
 
@@ -68,10 +104,15 @@ class Store:
         return self.formats.compute
 
 
-def share_of(numel: int, world: int) -> int:
+def share_of(numel: int, world: int, align: int = ALIGN) -> int:
     """Elements of one rank's share of a chunk."""
-    step = world * ALIGN
-    return -(-numel // step) * ALIGN
+    step = world * align
+    return -(-numel // step) * align
+
+
+def size_on_host(numel: int, itemsize: int) -> int:
+    """Bytes that a tensor takes."""
+    return pages(numel, itemsize) if numel * itemsize >= SMALL else numel * itemsize
 
 
 def host_need(
@@ -88,27 +129,13 @@ def host_need(
     for group in groups:
         if group.name in resident:
             continue
-        share = share_of(group.numel, world)
-        dtypes = _host_dtypes(group, formats, rule)
-        if group.name in away:
-            dtypes = [formats.compute, formats.gradient]
+        share = share_of(group.numel, world, group.align)
+        places, there = rule.moments.values(), group.name in away
+        sizes = formats.of(group.align).pages(share, group.trainable, places, there)
         if owed is not None and group.trainable:
-            dtypes = [*dtypes, owed]
-        for dtype in dtypes:
-            if share * dtype.itemsize >= _SMALL:
-                total += pages(share, dtype.itemsize)
+            sizes.append(size_on_host(share, owed.itemsize))
+        total += sum(size for size in sizes if size >= SMALL)
     return total
-
-
-def _host_dtypes(group: Group, formats: Formats, rule: Rule) -> list[torch.dtype]:
-    dtypes = [formats.compute]
-    if not group.trainable:
-        return dtypes
-    if formats.compute == torch.bfloat16:
-        dtypes.append(torch.int16)
-    elif formats.compute == torch.float16:
-        dtypes.append(torch.float32)
-    return [*dtypes, *[formats.moments] * len(rule.moments), formats.gradient]
 
 
 FILL = 2 << 20
@@ -184,11 +211,14 @@ def build(
 
 
 def _ssd(groups: list[Group], formats: Formats, rule: Rule, world: int, folder: str) -> Ssd | None:
-    dtypes = [dtype for _, dtype in formats.away(rule.moments.values())]
-    size = sum(size_of(share_of(group.numel, world), dtypes) for group in groups if group.trainable)
-    if not size:
-        return None
-    return Ssd(folder, size, sum(dtype.itemsize for dtype in dtypes))
+    size = widest = 0
+    for group in groups:
+        if group.trainable:
+            fields = formats.of(group.align).away(rule.moments.values())
+            dtypes = [dtype for _, dtype in fields]
+            size += size_of(share_of(group.numel, world, group.align), dtypes)
+            widest = max(widest, sum(dtype.itemsize for dtype in dtypes))
+    return Ssd(folder, size, widest) if size else None
 
 
 def _chunk(
@@ -203,43 +233,41 @@ def _chunk(
     ssd: Ssd | None = None,
     owed: torch.dtype | None = None,
 ) -> Chunk:
-    share = share_of(group.numel, world)
+    share, formats = share_of(group.numel, world, group.align), formats.of(group.align)
 
-    def make(dtype: torch.dtype) -> torch.Tensor:
+    def make(name: str, dtype: torch.dtype) -> torch.Tensor:
+        count = share // stride(name)
         if resident:
-            return torch.zeros(share, dtype=dtype, device=device.device)
-        if share * dtype.itemsize < _SMALL:
-            tensor = torch.zeros(share, dtype=dtype)
+            return torch.zeros(count, dtype=dtype, device=device.device)
+        if count * dtype.itemsize < SMALL:
+            tensor = torch.zeros(count, dtype=dtype)
             return tensor.pin_memory() if device.device.type == "cuda" else tensor
-        return host.tensor(share, dtype)
+        return host.tensor(count, dtype)
 
     away = None
     if ssd is not None and group.trainable:
         away = ssd.layout(formats.away(rule.moments.values()), share)
-        states = States(make(formats.compute), None, None, None, None)
-        gradient: torch.Tensor | None = make(formats.gradient)
-    else:
-        states, gradient = states_of(group.trainable, formats, rule, make)
+    states, gradient = states_of(group.trainable, formats, rule, make, away.names if away else ())
     flat = torch.zeros(share * world, dtype=formats.compute, device=device.device)
     chunk = Chunk(index, group, states, gradient, flat, resident, False, flat[:1], away=away)
     if owed is not None and group.trainable:
-        chunk.owed = make(owed)
+        chunk.owed = make("owed", owed)
     return chunk
 
 
 def states_of(
-    trainable: bool, formats: Formats, rule: Rule, make: Callable[[torch.dtype], torch.Tensor]
+    trainable: bool,
+    formats: Formats,
+    rule: Rule,
+    make: Callable[[str, torch.dtype], torch.Tensor],
+    without: Collection[str] = (),
 ) -> tuple[States, torch.Tensor | None]:
-    """A chunk's states and gradient, each made by `make`."""
-    moments, places = formats.moments, rule.moments.values()
-    states = States(
-        weights=make(formats.compute),
-        lower=make(torch.int16) if trainable and formats.compute == torch.bfloat16 else None,
-        master=make(torch.float32) if trainable and formats.compute == torch.float16 else None,
-        first=make(moments) if trainable and "first" in places else None,
-        second=make(moments) if trainable and "second" in places else None,
-    )
-    return states, make(formats.gradient) if trainable else None
+    """A chunk's states and gradient, each made by `make` of its name and dtype, but for those in
+    `without`."""
+    wanted = formats.tensors(trainable, rule.moments.values()).items()
+    named = {name: make(name, dtype) for name, dtype in wanted if name not in without}
+    gradient = named.pop("gradient", None)
+    return states_named(named), gradient
 
 
 @torch.no_grad()

@@ -10,12 +10,19 @@ while their unit does not run (`trace` finds those); their states may be on the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from evener.base.optimizers import BLOCK
+
 FROZEN = -1
+ALIGN = 8
+"""Parameters begin at multiples of it, ranks' shares too: aligned for vector loads."""
+LEAST = 4096
+"""Elements from which on a parameter's moments have one byte, where that is asked for. Below, it
+would save nothing (Dettmers et al., arXiv 2110.02861, keep the same in float32)."""
 
 
 @dataclass
@@ -43,6 +50,9 @@ class Group:
     numel: int = 0
     kept: bool = False
     """The weights stay on the accelerator, the states need not."""
+    align: int = ALIGN
+    """What offsets are multiples of; `BLOCK` where moments have one byte, so that no block is of
+    two parameters or ranks."""
 
     @property
     def trainable(self) -> bool:
@@ -50,9 +60,9 @@ class Group:
         return self.group != FROZEN
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
-        """Append a parameter. Offsets are multiples of 8 elements: aligned for vector loads."""
+        """Append a parameter."""
         self.pieces.append(Piece(name, parameter, parameter.shape, self.numel))
-        self.numel += -(-parameter.numel() // 8) * 8
+        self.numel += -(-parameter.numel() // self.align) * self.align
 
 
 @dataclass
@@ -92,10 +102,11 @@ def cut(
     groups: Mapping[nn.Parameter, int] | None = None,
     small: int = 0,
     stay: Set[str] = frozenset(),
+    bytes: bool = False,
 ) -> list[Unit]:
     """The units of `model`; the first is the one that stays. `groups`: optimizer group by
     parameter (default: all in group 0). `small`: units of at most this many elements stay. `stay`:
-    names of parameters that do."""
+    names of parameters that do. `bytes`: moments have one byte each (`_blocked`)."""
     group_of = groups or {}
     owners: dict[nn.Parameter, set[str]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -136,4 +147,27 @@ def cut(
             put(always if kept or tiny else unit, parameter, kept and large)
         if unit.groups:
             units.append(unit)
-    return units
+    return _blocked(units) if bytes else units
+
+
+def _blocked(units: list[Unit]) -> list[Unit]:
+    """The same units for moments of one byte: of each chunk the parameters that are large enough,
+    on blocks of their own. The others stay on the accelerator."""
+    found = [replace(unit, groups=[]) for unit in units]
+    small: dict[int, Group] = {}
+    for unit, made in zip(units, found, strict=True):
+        for group in unit.groups:
+            if not group.trainable:
+                made.groups.append(group)
+                continue
+            large = Group(group.name, group.group, kept=group.kept, align=BLOCK)
+            for piece in group.pieces:
+                to = large
+                if piece.numel < LEAST:
+                    name = f"(stays)/{group.group}/small"
+                    to = small.setdefault(group.group, Group(name, group.group))
+                to.add(piece.name, piece.parameter)
+            if large.pieces:
+                made.groups.append(large)
+    found[0].groups += small.values()
+    return [found[0], *(unit for unit in found[1:] if unit.groups)]

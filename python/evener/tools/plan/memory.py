@@ -70,7 +70,9 @@ _DEFAULT = click.core.ParameterSource.DEFAULT
 @click.option(
     "--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32"])
 )
-@click.option("--moments", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
+@click.option(
+    "--moments", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16", "int8"])
+)
 @click.option(
     "--checkpointing",
     default="auto",

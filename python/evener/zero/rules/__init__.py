@@ -88,7 +88,7 @@ def _refuse_whole(kind: str) -> None:
     if why := WHOLE.get(kind.lower()):
         raise UsageError(
             f"optimizer {kind} {why}, and parameters are updated in slices here",
-            f"use {_choice('title')}; bf16 moments (evener.moments) take half of AdamW's memory",
+            f"use {_choice('title')}; int8 moments (evener.moments) are a quarter of AdamW's",
         )
 
 

@@ -85,12 +85,11 @@ class AdamW(Rule):
         run: _optimizers.Run,
     ) -> None:
         """See `Rule.on_host`: one fused pass."""
-        assert states.first is not None and states.second is not None
         _optimizers.adam(
             states.master_copy,
             gradient,
-            states.first,
-            states.second,
+            states.moment("first"),
+            states.moment("second"),
             states.output,
             step=step,
             scale=scale,
@@ -115,7 +114,6 @@ class AdamW(Rule):
         from evener.zero.rules import triton_adam
 
         noise = noise or Noise()
-        assert states.first is not None and states.second is not None
         master, other = "float32", None
         if states.lower is not None:
             master, other = "split", states.lower
@@ -126,8 +124,8 @@ class AdamW(Rule):
             states.weights,
             other,
             gradient,
-            states.first,
-            states.second,
+            states.moment("first"),
+            states.moment("second"),
             self.scalars(hyper, step, scale),
             coupled=not self.decoupled and hyper["weight_decay"] != 0,
             key=random_key(noise.seed, step, noise.stream),

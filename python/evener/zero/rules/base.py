@@ -146,16 +146,15 @@ class Rule(ABC):
         w = states.full()
         if w is states.weights or w is states.master:
             w = w.clone()
-        kept = [tensor for tensor in (states.first, states.second) if tensor is not None]
+        kept = [place for place in self.moments.values() if getattr(states, place) is not None]
         # Not copied where they are float32 already.
-        moments = [tensor.float() for tensor in kept]
+        moments = [layout.unpacked(states.moment(place), place) for place in kept]
         self.formula(w, gradient.float() * scale, moments, hyper, step)
         random = None
-        if kept and kept[0].dtype == torch.bfloat16:
+        if any(getattr(states, place).dtype != torch.float32 for place in kept):
             key = layout.random_key(noise.seed, step, noise.stream)
             random = layout.random_bits(w.numel(), key, noise.offset, w.device)
-        for number, (to, value) in enumerate(zip(kept, moments, strict=True)):
-            if to is not value:
-                bits = None if random is None else random >> 16 * number
-                layout.round_into(to, value, bits)
+        for number, (place, value) in enumerate(zip(kept, moments, strict=True)):
+            bits = None if random is None else random >> 16 * number
+            layout.pack_into(states.moment(place), place, value, bits)
         states.store(w)

@@ -59,11 +59,10 @@ class Lion(Rule):
         run: _optimizers.Run,
     ) -> None:
         """See `Rule.on_host`: one fused pass."""
-        assert states.first is not None
         _optimizers.lion(
             states.master_copy,
             gradient,
-            states.first,
+            states.moment("first"),
             states.output,
             step=step,
             scale=scale,

@@ -59,7 +59,7 @@ class SGD(Rule):
         _optimizers.sgd(
             states.master_copy,
             gradient,
-            states.first,
+            states.moment("first"),
             states.output,
             step=step,
             scale=scale,

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from evener.base.optimizers import Moment
+
 BLOCK = 1024
 
 
@@ -36,13 +38,60 @@ def _widen(bits):
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _low(scale, TOP: tl.constexpr):
+    """The float32 of a code's exponent 0, as bits."""
+    return (tl.maximum(scale.to(tl.int32), TOP + 3) - TOP) << 23
+
+
+@triton.jit
+def _decode(code, scale, TOP: tl.constexpr):
+    """float32 of the code of one byte (int32), without its sign."""
+    low = _low(scale, TOP)
+    one = low + 0x800000
+    bits = code << 20
+    small = (one + bits).to(tl.float32, bitcast=True) - one.to(tl.float32, bitcast=True)
+    bits = tl.where(code < 8, small.to(tl.int32, bitcast=True), low + bits)
+    bits = tl.where(scale.to(tl.int32) == 255, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale(magnitude, inside, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """The scales of blocks of 256, by the bits of numbers without their signs."""
+    rows = tl.reshape(tl.where(inside, magnitude, 0), [BLOCK // 256, 256])
+    # One below what would be an overflow: no scale is less for it.
+    largest = tl.minimum(tl.max(rows, axis=1), 0x7F800000)
+    return tl.minimum(tl.maximum((largest + 0xFFFFF) >> 23, TOP + 3), 255)
+
+
+@triton.jit
+def _encode(magnitude, scale, random, TOP: tl.constexpr):
+    """The code of the bits of a number without its sign (int32)."""
+    low = _low(scale, TOP)
+    one = low + 0x800000
+    number = magnitude.to(tl.float32, bitcast=True) + one.to(tl.float32, bitcast=True)
+    small = number.to(tl.int32, bitcast=True) - one
+    place = tl.where(magnitude < one, small, magnitude - low)
+    code = (place + ((random & 0xFFFF) << 4).to(tl.int32)) >> 20
+    return tl.where(scale == 255, 0, code)
+
+
+@triton.jit
+def _spread(scale, BLOCK: tl.constexpr):
+    """A block's scale for each of its elements."""
+    return tl.reshape(tl.broadcast_to(scale[:, None], [BLOCK // 256, 256]), [BLOCK])
+
+
 @triton.jit(do_not_specialize=["n", "key", "offset"])
 def _adam(
     weights,  # [n]: float32; int16 bits of bfloat16; or float16
     other,  # [n]: int16 lower halves; or the float32 master of float16; or unused
     gradient,  # [n]: float32, float16, bfloat16
-    first,  # [n]: float32, or int16 bits of bfloat16
+    first,  # [n]: float32, int16 bits of bfloat16, or codes (uint8)
     second,
+    first_scale,  # [n / 256]: uint8, with codes
+    second_scale,
     n,
     key,
     offset,
@@ -58,7 +107,7 @@ def _adam(
     rate,
     MASTER: tl.constexpr,
     COUPLED: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    MOMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -73,25 +122,45 @@ def _adam(
         w = tl.load(weights + at, inside, other=0.0)
     m = tl.load(first + at, inside, other=0)
     v = tl.load(second + at, inside, other=0)
-    if ROUNDED:
+    if MOMENTS == "bfloat16":
         m = _widen(m)
         v = _widen(v)
+    elif MOMENTS == "int8":
+        code = m.to(tl.int32)
+        m = _decode(code & 0x7F, tl.load(first_scale + at // 256, inside, other=0), 15)
+        m = (m.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+        v = _decode(v.to(tl.int32), tl.load(second_scale + at // 256, inside, other=0), 31)
     if COUPLED:
         g += coupled * w
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * (g * g)
     change = tl.math.div_rn(m, tl.math.sqrt_rn(v) * root + epsilon)
     w = w * shrink - rate * change
-    if ROUNDED:
+    if MOMENTS == "float32":
+        tl.store(first + at, m, inside)
+        tl.store(second + at, v, inside)
+    else:
         x = (at + offset).to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32)
         x = x ^ (x >> 16)
         x = x * 0x7FEB352D
         random = x ^ (x >> 15)
-        tl.store(first + at, _stochastic(m, random), inside)
-        tl.store(second + at, _stochastic(v, random >> 16), inside)
-    else:
-        tl.store(first + at, m, inside)
-        tl.store(second + at, v, inside)
+        if MOMENTS == "bfloat16":
+            tl.store(first + at, _stochastic(m, random), inside)
+            tl.store(second + at, _stochastic(v, random >> 16), inside)
+        else:
+            block = tl.program_id(0).to(tl.int64) * (BLOCK // 256) + tl.arange(0, BLOCK // 256)
+            m = m.to(tl.int32, bitcast=True)
+            scale = _scale(m & 0x7FFFFFFF, inside, 15, BLOCK)
+            tl.store(first_scale + block, scale.to(tl.uint8), block * 256 < n)
+            code = _encode(m & 0x7FFFFFFF, _spread(scale, BLOCK), random, 15)
+            tl.store(first + at, (code | ((m >> 24) & 0x80)).to(tl.uint8), inside)
+            v = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            scale = _scale(v, inside, 31, BLOCK)
+            tl.store(second_scale + block, scale.to(tl.uint8), block * 256 < n)
+            scale = _spread(scale, BLOCK)
+            code = _encode(v, scale, random >> 16, 31)
+            code = tl.where((v != 0) & (scale != 255), tl.maximum(code, 1), code)
+            tl.store(second + at, code.to(tl.uint8), inside)
     if MASTER == "split":
         bits = w.to(tl.uint32, bitcast=True)
         bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits).to(tl.uint32)
@@ -109,8 +178,8 @@ def adam(
     weights: torch.Tensor,
     other: torch.Tensor | None,
     gradient: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
+    first: Moment,
+    second: Moment,
     scalars: dict[str, float],
     *,
     coupled: bool,
@@ -122,10 +191,13 @@ def adam(
     n = weights.numel()
     if n == 0:
         return
-    rounded = first.dtype == torch.bfloat16
+    first, first_scale = first if isinstance(first, tuple) else (first, None)
+    second, second_scale = second if isinstance(second, tuple) else (second, None)
+    assert first is not None and second is not None
 
     def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+        kinds = {torch.bfloat16: torch.int16, torch.int8: torch.uint8}
+        return tensor.view(kinds.get(tensor.dtype, tensor.dtype))
 
     extra: dict[str, Any] = {"enable_fp_fusion": False}
     _adam[(triton.cdiv(n, BLOCK),)](
@@ -134,6 +206,8 @@ def adam(
         gradient,
         bits(first),
         bits(second),
+        bits(first) if first_scale is None else first_scale,
+        bits(second) if second_scale is None else second_scale,
         n,
         # Signed: one type whatever the value, so one compilation.
         key - (1 << 32) if key >= 1 << 31 else key,
@@ -150,7 +224,7 @@ def adam(
         scalars["rate"],
         MASTER=master,
         COUPLED=coupled,
-        ROUNDED=rounded,
+        MOMENTS=str(first.dtype).removeprefix("torch."),
         BLOCK=BLOCK,
         **extra,
     )
