@@ -72,7 +72,14 @@ def run(gpu: int, optimizer: str, own: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("optimizer", "own"),
-    [("SGD", {}), ("AdamW", {}), ("Lion", {"moments": "bf16"}), ("AdamW", {"moments": "bf16"})],
+    [
+        ("SGD", {}),
+        ("AdamW", {}),
+        ("Lion", {"moments": "bf16"}),
+        ("AdamW", {"moments": "bf16"}),
+        ("AdamW", {"moments": "int8"}),
+        ("Lion", {"moments": "int8"}),
+    ],
 )
 def test_plans_of_models_whose_updates_are_their_peak(optimizer: str, own: dict[str, Any]) -> None:
     """Once 1.3 x the peak with SGD, and 0.5 x with Lion and bf16 moments."""
