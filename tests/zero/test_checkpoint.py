@@ -33,11 +33,12 @@ def train(engine: zero.Engine, data: list[torch.Tensor]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "int8", "none"])
 def test_resume_is_bitwise_on_another_budget(tmp_path: Path, kind: str) -> None:
     changes: dict[str, Any] = {} if kind == "fp32" else {kind: {"enabled": True}}
-    if kind == "int8":
-        changes = {"bf16": {"enabled": True}, "evener": {"moments": "int8"}}
+    if kind in ("int8", "none"):
+        own = {"moments": "int8"} if kind == "int8" else {"master": False}
+        changes = {"bf16": {"enabled": True}, "evener": own}
     data = batches(6)
     torch.manual_seed(0)
     first = start(Model(), {"layers.0/0"}, **changes)

@@ -64,6 +64,8 @@ def test_a_file_that_exists_is_read(tmp_path: Path) -> None:
         ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam.*\n.*AdamW, Adam, SGD or Lion"),
         ({"optimizer": {"type": "SGD", "params": {"beta": 1}}}, "sgd has no parameter beta"),
         ({"evener": {"moments": "fp16"}}, "moments = 'fp16'.*\n.*bf16, bfloat16, int8"),
+        ({"evener": {"master": "no"}}, "master = 'no'"),
+        ({"bf16": {"enabled": False}, "evener": {"master": False}}, "only bfloat16.*\n.*bf16"),
         ({"evener": {"buget": 1}}, r"'evener\.buget'.*\n.*'budget'"),
         ({"bf16": 1}, "bf16 = 1 is not a section"),
     ],

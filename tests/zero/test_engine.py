@@ -262,10 +262,10 @@ def test_fp16_skips_what_overflows_and_recovers() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("moments", ["bf16", "int8"])
-def test_smaller_moments_train(moments: str) -> None:
+@pytest.mark.parametrize("own", [{"moments": "bf16"}, {"moments": "int8"}, {"master": False}])
+def test_smaller_states_train(own: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    engine = start(Model(width=64), bf16={"enabled": True}, evener={"moments": moments})
+    engine = start(Model(width=64), bf16={"enabled": True}, evener=own)
     losses = []
     for tokens in batches(30):
         loss = loss_of(engine, tokens)

@@ -47,6 +47,8 @@ def states_of(n: int, master: str, moments: torch.dtype) -> States:
         return States(upper, lower, None, *kept)
     if master == "float16":
         return States(w.half(), None, w, *kept)
+    if master == "bfloat16":
+        return States(w.bfloat16(), None, None, *kept)
     return States(w, None, None, *kept)
 
 
@@ -62,7 +64,7 @@ def begin_rule(
     return rule, pair
 
 
-@pytest.mark.parametrize("master", ["split", "float16", "float32"])
+@pytest.mark.parametrize("master", ["split", "float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("kind", RULES)
 def test_host_and_device_round_alike(
@@ -89,8 +91,13 @@ def test_host_and_device_round_alike(
         assert torch.equal(tensor, there.tensors()[name]), name
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
-def test_bits_do_not_depend_on_the_lane(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("moments", "master"),
+    [("fp32", True), ("bf16", True), ("int8", True), ("fp32", False), ("int8", False)],
+)
+def test_bits_do_not_depend_on_the_lane(
+    moments: str, master: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random delays in both lanes, slices smaller than a chunk, poisoned slots."""
     generator = random.Random(1)
 
@@ -112,6 +119,7 @@ def test_bits_do_not_depend_on_the_lane(moments: str, monkeypatch: pytest.Monkey
     defaults = {**lanes.Lanes.__init__.__kwdefaults__, "slice_numel": 1024}
     monkeypatch.setattr(lanes.Lanes.__init__, "__kwdefaults__", defaults)
     changes: dict[str, Any] = {"bf16": {"enabled": True}, "evener": {"moments": moments}}
+    changes["evener"]["master"] = master
     monkeypatch.setattr(units, "LEAST", 64)
     torch.manual_seed(0)
     model = Model()
@@ -126,7 +134,7 @@ def test_bits_do_not_depend_on_the_lane(moments: str, monkeypatch: pytest.Monkey
         plain.step()
     a, b = weights(alone), weights(both)
     assert all(torch.equal(a[name], b[name]) for name in a)
-    if moments == "fp32":
+    if moments == "fp32" and master:
         assert_same(both, plain)
     assert alone.updated["stream"] == 0
     assert both.updated["stream"] > 0 and both.updated["host"] > 0
@@ -173,7 +181,7 @@ from evener.zero.states import States, random_key
 from tests.zero.test_lanes import states_of
 
 for kind in ("adamw", "adam"):
-    for master in ("split", "float16", "float32"):
+    for master in ("split", "float16", "bfloat16", "float32"):
         for moments in (torch.float32, torch.bfloat16, torch.int8):
             n = 2560 if moments == torch.int8 else 2500
             want, have = states_of(n, master, moments), states_of(n, master, moments)
@@ -183,7 +191,7 @@ for kind in ("adamw", "adam"):
             gradient[1030] = float("inf")  # a block that is NaN
             run = _optimizers.Run(threads=1, seed=3, stream=9, offset=256)
             rule.on_host(want, gradient, rule.values, 4, 0.5, run)
-            other = {"split": have.lower, "float16": have.master, "float32": None}[master]
+            other = {"split": have.lower, "float16": have.master}.get(master)
             triton_adam.adam(
                 master, have.weights, other, gradient, have.moment("first"), have.moment("second"),
                 rule.scalars(rule.values, 4, 0.5), coupled=kind == "adam",

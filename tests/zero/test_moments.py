@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from evener import zero
+from evener.base.optimizers import Run
 from evener.zero import checkpoint, states, units
 from evener.zero.checkpoint import CheckpointError
+from evener.zero.rules import SGD
 from evener.zero.store import Formats
 from tests import worlds
 from tests.zero.models import Model, batches
 from tests.zero.test_checkpoint import train
-from tests.zero.test_engine import start
+from tests.zero.test_engine import start, weights
 
 
 def begin(moments: str, **changes: Any) -> zero.Engine:
@@ -56,6 +58,7 @@ def test_bytes_per_parameter() -> None:
     assert Formats(half, torch.float32, half).host_bytes() == 14
     assert Formats(half, half, half).host_bytes() == 10
     assert Formats(half, torch.int8, half).host_bytes() == 8 + 2 / 256
+    assert Formats(half, torch.int8, half, master=False).host_bytes() == 6 + 2 / 256
 
 
 @pytest.mark.parametrize("place", ["first", "second"])
@@ -141,6 +144,35 @@ def test_state_dicts_hold_numbers_and_not_codes() -> None:
     assert all(torch.equal(mine[name], value) for name, value in theirs.items())
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_checkpoint_goes_on_with_or_without_exact_weights(before: bool, tmp_path: Path) -> None:
+    def begin_with(master: bool) -> zero.Engine:
+        torch.manual_seed(0)
+        return start(Model(), bf16={"enabled": True}, evener={"master": master})
+
+    first, second = begin_with(before), begin_with(not before)
+    assert all(("lower" in c.formats()) == before for c in first.chunks())
+    train(first, batches(3))
+    train(second, batches(1))
+    zero.save_checkpoint(first, tmp_path)
+    zero.load_checkpoint(second, tmp_path)
+    theirs, mine = weights(first), weights(second)
+    for name, value in theirs.items():
+        assert torch.equal(mine[name].bfloat16(), value.bfloat16()), name
+        assert torch.equal(mine[name], value) == (not before), name
+    first.close()
+    second.close()
+
+
+def test_steps_that_are_smaller_than_a_weight_s_last_bit_still_count() -> None:
+    """To the nearest, a step of 0.0001 would leave 1.5 as it is: its last bit is 1/128."""
+    found = states.States(torch.full((1 << 16,), 1.5).bfloat16(), None, None, None, None)
+    rule, gradient = SGD(lr=1.0), torch.full((1 << 16,), 1e-4)
+    for step in range(1, 11):
+        rule.on_host(found, gradient, rule.values, step, 1.0, Run(seed=1))
+    assert found.weights.float().mean().item() == pytest.approx(1.5 - 10 * 1e-4, rel=1e-4)
 
 
 def saves(rank: int, _size: int, moments: str, folder: str) -> dict[str, torch.Tensor]:

@@ -45,7 +45,7 @@ def train(
     return found, shares
 
 
-@pytest.mark.parametrize("master", ["split", "float16", "float32"])
+@pytest.mark.parametrize("master", ["split", "float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("kind", RULES)
 def test_the_kernels_of_gpu_and_host_round_alike(

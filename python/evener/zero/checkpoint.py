@@ -223,6 +223,12 @@ def _converted(engine: Engine, saved: Container[str]) -> list[tuple[_Held, str]]
     return found
 
 
+def _exact(name: str, saved: Container[str]) -> bool:
+    """Whether an entry is the rest of weights that a checkpoint has no exact copy of: zero."""
+    weights, _, kind = name.rpartition(".")
+    return kind == "lower" and name not in saved and f"{weights}.weights" in saved
+
+
 def _convert(path: Path, part: _Held, place: str, coded: bool) -> None:
     """Read a moment that a checkpoint has in another form: `coded`, or not."""
     name = f"{part.name}.{place}"
@@ -610,12 +616,16 @@ def load(engine: Engine, path: str | Path) -> Any:
     wanted = {
         name: piece
         for name, piece in _pieces(engine).items()
-        if name.removesuffix(SCALE) not in apart
+        if name.removesuffix(SCALE) not in apart and not _exact(name, saved)
     }
     try:
         read_all(wanted, storage_reader=reader, planner=_Reader(), no_dist=engine.world == 1)
         for part, place in others:
             _convert(path, part, place, f"{part.name}.{place}{SCALE}" in saved)
+        for part in _held(engine):
+            if "lower" in part.chunk.formats() and _exact(f"{part.name}.lower", saved):
+                rest = torch.zeros(part.high - part.low, dtype=torch.int16)
+                part.chunk.write("lower", part.begin, rest)
     except (CheckpointException, RuntimeError, OSError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path} cannot be loaded: {error}", "load an earlier one"
@@ -692,7 +702,7 @@ def _check(path: Path, engine: Engine) -> dict[str, Any]:
         _steps(meta, chunk)
     scales = {f"{part.name}.{place}{SCALE}" for part, place in _converted(engine, saved)}
     for name, piece in _pieces(engine).items():
-        if name in scales:
+        if name in scales or _exact(name, saved):
             continue
         other = saved.get(name)
         kept = getattr(getattr(other, "properties", None), "dtype", piece.part.dtype)

@@ -155,7 +155,9 @@ class Chunk:
         frozen chunk: a copy where they are not stored so."""
         end = self.states.weights.numel() if end is None else end
         inside = part(self.states, begin, end)
-        if self.away is None or not self.group.trainable:
+        if not self.group.trainable:
+            return inside.weights
+        if self.away is None:
             return inside.full()
         if "lower" in self.away.names:
             inside.lower = self.away.read("lower", begin, end)

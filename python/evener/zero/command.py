@@ -134,18 +134,22 @@ def run_plan(
     crossing: str,
     dtype: str,
     moments: str,
+    master: bool,
     checkpointing: str,
     loss: str,
     chunks: bool,
     as_json: bool,
 ) -> None:
     """Probe this machine, or imagine one (`on`), plan, and print it. Exit(1): it does not fit."""
+    if not master and dtype != "bf16":
+        raise UsageError(f"--no-master with --dtype {dtype}", "use --dtype bf16")
     read = configuration(model)
     shape = model_of(read)
     said = remarks(read, shape)
     config = Config(
         dtype=_DTYPES[dtype],
         moments=MOMENTS[moments],
+        master=master,
         accumulation=accumulation,
         checkpointing={"none": False, "recompute": True}.get(checkpointing, checkpointing),
         loss=loss,

@@ -30,12 +30,13 @@ class Config:
     """What `initialize` takes. Sizes of batches are in samples, as in DeepSpeed.
 
     moments: float32; or rounded stochastically: bfloat16, or int8 (codes of one byte and a scale
-    for each 256, but float32 for parameters below 4,096 elements). depth: chunks fetched ahead.
-    small: units of at most this many elements stay on the accelerator. checkpointing: False, True
-    (blocks are recomputed), "offload" (and their inputs wait on the host), or "auto": what the plan
-    finds fastest. loss: "auto" (the last layer of a model of transformers and its loss in parts of
-    the vocabulary), "fused" (of any model), "chunked" (the loss is `zero.cross_entropy`), or
-    "plain". balance: whether the optimizer's states stream through the accelerator beside the
+    for each 256, but float32 for parameters below 4,096 elements). master: whether bfloat16 weights
+    have an exact float32 copy (False: they are rounded stochastically). depth: chunks fetched
+    ahead. small: units of at most this many elements stay on the accelerator. checkpointing: False,
+    True (blocks are recomputed), "offload" (and their inputs wait on the host), or "auto": what the
+    plan finds fastest. loss: "auto" (the last layer of a model of transformers and its loss in
+    parts of the vocabulary), "fused" (of any model), "chunked" (the loss is `zero.cross_entropy`),
+    or "plain". balance: whether the optimizer's states stream through the accelerator beside the
     cores; "auto": where the probe shows a gain. stale_updates: a pass does not wait for the
     optimizer. compile: each block by torch.compile (a string: by this backend). nodes: "replicate"
     (each node has a copy of the states), "shard", or "auto": what the plan finds faster of those
@@ -47,6 +48,7 @@ class Config:
     stage: int = 3
     dtype: torch.dtype = torch.float32
     moments: torch.dtype = torch.float32
+    master: bool = True
     rule: Rule = field(default_factory=AdamW)
     micro_batch: int | None = None
     accumulation: int = 1
@@ -137,8 +139,8 @@ _FP16 = {
     "min_loss_scale", "auto_cast", "consecutive_hysteresis",
 }  # fmt: skip
 _EVENER = {
-    "budget", "moments", "depth", "device", "checkpointing", "loss", "balance", "stale_updates",
-    "compile", "nodes", "crossing", "rehearse",
+    "budget", "moments", "master", "depth", "device", "checkpointing", "loss", "balance",
+    "stale_updates", "compile", "nodes", "crossing", "rehearse",
 }  # fmt: skip
 
 
@@ -246,6 +248,12 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
             known = ", ".join(MOMENTS)
             raise ConfigError(f"evener.moments = {own['moments']!r}", f"use one of {known}")
         config.moments = MOMENTS[own["moments"]]
+    config.master = bool(_choice(own, "master", (True, False), True))
+    if not config.master and config.dtype != torch.bfloat16:
+        raise ConfigError(
+            "evener.master = false: only bfloat16 weights can be without an exact copy",
+            "set bf16.enabled = true",
+        )
     config.depth = _whole(own, "depth", 2) or 2
     config.device = own.get("device", "auto")
     config.checkpointing = _choice(own, "checkpointing", (False, True, "auto", "offload"), False)

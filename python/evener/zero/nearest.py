@@ -62,11 +62,10 @@ def nearest(
             low, high, best = (low, middle, found) if found.fits else (middle, high, best)
         return high, best
 
-    def rounded(moments: torch.dtype) -> Plan:
-        """With such moments. The profile is of these chunks: those of one byte would be without
+    def rounded(given: Config) -> Plan:
+        """With other moments. The profile is of these chunks: those of one byte would be without
         small parameters, which are taken to be on the GPU besides."""
-        given = replace(config, moments=moments)
-        if moments != torch.int8:
+        if given.moments != torch.int8:
             return made(given)
         cut = [replace(unit, groups=[_blocks(group) for group in unit.groups]) for unit in units]
         pieces = [p for unit in units for g in unit.groups if g.trainable for p in g.pieces]
@@ -107,13 +106,22 @@ def nearest(
             if plan.fits:
                 words = "activations recomputed or on the host (--checkpointing auto)"
                 yield _fit('evener.checkpointing = "auto"', words, (0, plan))
-        for value, words in (("bf16", "BF16"), ("int8", "8 bits")):
-            if MOMENTS[value].itemsize < config.moments.itemsize:
-                plan = rounded(MOMENTS[value])
-                if plan.fits:
-                    option = f"moments in {words} (--moments {value})"
-                    yield _fit(f'evener.moments = "{value}"', option, (0, plan))
-                    break
+        lossy = [(value, True) for value in ("bf16", "int8")]
+        if config.dtype == torch.bfloat16:
+            lossy.append(("int8", False))
+        for value, master in lossy:
+            moments = MOMENTS[value]
+            if (moments.itemsize, master) >= (config.moments.itemsize, config.master):
+                continue
+            plan = rounded(replace(config, moments=moments, master=master and config.master))
+            if plan.fits:
+                words = f"moments in {'8 bits' if value == 'int8' else 'BF16'}"
+                setting, option = f'evener.moments = "{value}"', f"--moments {value}"
+                if not master:
+                    words += " and no exact copy of the weights"
+                    setting, option = f"{setting}, evener.master = false", f"{option} --no-master"
+                yield _fit(setting, f"{words} ({option})", (0, plan))
+                break
         yield fewer_rows()
 
     def fewer_rows() -> Fit | None:

@@ -31,7 +31,8 @@ class States:
     device.
 
     weights: what the model computes with. lower: the rest of a float32 master copy whose upper
-    half `weights` is (bfloat16). master: a float32 copy (float16). Neither: `weights` is float32.
+    half `weights` is (bfloat16). master: a float32 copy (float16). Neither: `weights` is float32,
+    or bfloat16 that has no exact copy.
     first_scale, second_scale: of moments that are codes of one byte (int8).
     """
 
@@ -65,11 +66,21 @@ class States:
         """The float32 weights (a copy, unless they are stored so)."""
         if self.lower is not None:
             return _optimizers.join(self.weights, self.lower)
-        return self.weights if self.master is None else self.master
+        return self.weights.float() if self.master is None else self.master
 
-    def store(self, weights: torch.Tensor) -> None:
-        """Set the float32 weights."""
-        if self.lower is not None:
+    @property
+    def rounded(self) -> bool:
+        """Whether the weights have no exact copy."""
+        exact = self.weights.dtype == torch.float32
+        return not exact and self.lower is None and self.master is None
+
+    def store(self, weights: torch.Tensor, random: torch.Tensor | None = None) -> None:
+        """Set the float32 weights. Without an exact copy: rounded stochastically by `random`, 32
+        bits an element, to nearest without."""
+        if self.rounded and random is not None:
+            # The moments have used up these bits: mix them once more.
+            self.weights.copy_(_rounded(weights, _mix_all(random)))
+        elif self.lower is not None:
             upper, lower = _optimizers.split(weights)
             self.weights.copy_(upper)
             self.lower.copy_(lower)
@@ -121,6 +132,15 @@ def random_key(seed: int, step: int, stream: int) -> int:
     for word in (seed, seed >> 32, step, step >> 32):
         key = _mix(key ^ word & _MASK) + 0x9E3779B9 & _MASK
     return key
+
+
+def _mix_all(x: torch.Tensor) -> torch.Tensor:
+    """`_mix` of each, int64 [n]."""
+    x = x ^ x >> 16
+    x = x * 0x7FEB352D & _MASK
+    x = x ^ x >> 15
+    x = x * 0x846CA68B & _MASK
+    return x ^ x >> 16
 
 
 def random_bits(numel: int, key: int, offset: int, device: torch.device) -> torch.Tensor:

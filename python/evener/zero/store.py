@@ -36,6 +36,8 @@ class Formats:
     compute: torch.dtype = torch.bfloat16
     moments: torch.dtype = torch.float32
     gradient: torch.dtype = torch.bfloat16
+    master: bool = True
+    """Whether bfloat16 weights have an exact copy."""
 
     def of(self, align: int) -> Formats:
         """Those of a group of chunks: codes only where it has blocks."""
@@ -47,7 +49,7 @@ class Formats:
         found = {"weights": self.compute}
         if not trainable:
             return found
-        if self.compute == torch.bfloat16:
+        if self.compute == torch.bfloat16 and self.master:
             found["lower"] = torch.int16
         elif self.compute == torch.float16:
             found["master"] = torch.float32

@@ -74,6 +74,11 @@ _DEFAULT = click.core.ParameterSource.DEFAULT
     "--moments", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16", "int8"])
 )
 @click.option(
+    "--master/--no-master",
+    default=True,
+    help="Whether BF16 weights have an exact copy; without, they are rounded stochastically.",
+)
+@click.option(
     "--checkpointing",
     default="auto",
     show_default=True,

@@ -119,6 +119,8 @@ class AdamW(Rule):
             master, other = "split", states.lower
         elif states.master is not None:
             master, other = "float16", states.master
+        elif states.rounded:
+            master = "bfloat16"
         triton_adam.adam(
             master,
             states.weights,

@@ -151,10 +151,11 @@ class Rule(ABC):
         moments = [layout.unpacked(states.moment(place), place) for place in kept]
         self.formula(w, gradient.float() * scale, moments, hyper, step)
         random = None
-        if any(getattr(states, place).dtype != torch.float32 for place in kept):
+        narrow = any(getattr(states, place).dtype != torch.float32 for place in kept)
+        if narrow or states.rounded:
             key = layout.random_key(noise.seed, step, noise.stream)
             random = layout.random_bits(w.numel(), key, noise.offset, w.device)
         for number, (place, value) in enumerate(zip(kept, moments, strict=True)):
             bits = None if random is None else random >> 16 * number
             layout.pack_into(states.moment(place), place, value, bits)
-        states.store(w)
+        states.store(w, random)

@@ -33,6 +33,16 @@ def _stochastic(x, random):
 
 
 @triton.jit
+def _mix(x):
+    """A hash of 32 bits (uint32)."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
 def _widen(bits):
     """The bits of a bfloat16 (int16) to float32."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -118,6 +128,8 @@ def _adam(
         w = (upper + tl.load(other + at, inside, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
     elif MASTER == "float16":
         w = tl.load(other + at, inside, other=0.0)
+    elif MASTER == "bfloat16":
+        w = _widen(tl.load(weights + at, inside, other=0))
     else:
         w = tl.load(weights + at, inside, other=0.0)
     m = tl.load(first + at, inside, other=0)
@@ -136,31 +148,31 @@ def _adam(
     v = beta2 * v + rest2 * (g * g)
     change = tl.math.div_rn(m, tl.math.sqrt_rn(v) * root + epsilon)
     w = w * shrink - rate * change
-    if MOMENTS == "float32":
-        tl.store(first + at, m, inside)
-        tl.store(second + at, v, inside)
-    else:
+    if MASTER == "bfloat16" or MOMENTS != "float32":
         x = (at + offset).to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32)
         x = x ^ (x >> 16)
         x = x * 0x7FEB352D
         random = x ^ (x >> 15)
-        if MOMENTS == "bfloat16":
-            tl.store(first + at, _stochastic(m, random), inside)
-            tl.store(second + at, _stochastic(v, random >> 16), inside)
-        else:
-            block = tl.program_id(0).to(tl.int64) * (BLOCK // 256) + tl.arange(0, BLOCK // 256)
-            m = m.to(tl.int32, bitcast=True)
-            scale = _scale(m & 0x7FFFFFFF, inside, 15, BLOCK)
-            tl.store(first_scale + block, scale.to(tl.uint8), block * 256 < n)
-            code = _encode(m & 0x7FFFFFFF, _spread(scale, BLOCK), random, 15)
-            tl.store(first + at, (code | ((m >> 24) & 0x80)).to(tl.uint8), inside)
-            v = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            scale = _scale(v, inside, 31, BLOCK)
-            tl.store(second_scale + block, scale.to(tl.uint8), block * 256 < n)
-            scale = _spread(scale, BLOCK)
-            code = _encode(v, scale, random >> 16, 31)
-            code = tl.where((v != 0) & (scale != 255), tl.maximum(code, 1), code)
-            tl.store(second + at, code.to(tl.uint8), inside)
+    if MOMENTS == "float32":
+        tl.store(first + at, m, inside)
+        tl.store(second + at, v, inside)
+    elif MOMENTS == "bfloat16":
+        tl.store(first + at, _stochastic(m, random), inside)
+        tl.store(second + at, _stochastic(v, random >> 16), inside)
+    else:
+        block = tl.program_id(0).to(tl.int64) * (BLOCK // 256) + tl.arange(0, BLOCK // 256)
+        m = m.to(tl.int32, bitcast=True)
+        scale = _scale(m & 0x7FFFFFFF, inside, 15, BLOCK)
+        tl.store(first_scale + block, scale.to(tl.uint8), block * 256 < n)
+        code = _encode(m & 0x7FFFFFFF, _spread(scale, BLOCK), random, 15)
+        tl.store(first + at, (code | ((m >> 24) & 0x80)).to(tl.uint8), inside)
+        v = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        scale = _scale(v, inside, 31, BLOCK)
+        tl.store(second_scale + block, scale.to(tl.uint8), block * 256 < n)
+        scale = _spread(scale, BLOCK)
+        code = _encode(v, scale, random >> 16, 31)
+        code = tl.where((v != 0) & (scale != 255), tl.maximum(code, 1), code)
+        tl.store(second + at, code.to(tl.uint8), inside)
     if MASTER == "split":
         bits = w.to(tl.uint32, bitcast=True)
         bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits).to(tl.uint32)
@@ -169,6 +181,9 @@ def _adam(
     elif MASTER == "float16":
         tl.store(other + at, w, inside)
         tl.store(weights + at, w.to(tl.float16), inside)
+    elif MASTER == "bfloat16":
+        # The moments have used up these bits: mix them once more.
+        tl.store(weights + at, _stochastic(w, _mix(random)), inside)
     else:
         tl.store(weights + at, w, inside)
 
@@ -187,7 +202,8 @@ def adam(
     offset: int,
 ) -> None:
     """One step in place; all tensors flat [n] on one GPU. `master`: "split" (weights bfloat16 and
-    `other` int16), "float16" (`other` float32) or "float32". `scalars`: see `AdamW.scalars`."""
+    `other` int16), "float16" (`other` float32), "bfloat16" or "float32".
+    `scalars`: see `AdamW.scalars`."""
     n = weights.numel()
     if n == 0:
         return
