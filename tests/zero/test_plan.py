@@ -248,6 +248,7 @@ def test_a_machine_that_is_not_here(tmp_path: Path) -> None:
         ("--host 30GB --on rtx4090", {"--host", "--gpu"}),
         ("--host 64GB --on rtx4090", {"--host", "--gpu", "--ssd", "--ranks", "--moments"}),
         ("--host 44GB --on rtx4090", {"--host", "--gpu", "--ssd", "--moments"}),
+        ("--host 28GB --on rtx4090", {"--host", "--gpu", "--no-master"}),
         ("--host 4GB --gpu 2GB --on a10", {"--gpu", "--host"}),
         ("--batch 64x4096 --checkpointing none --on a10 --host 200GB", {"--batch", "--gpu"}),
     ],
@@ -261,7 +262,9 @@ def test_what_does_not_fit_is_told_what_would_and_that_does(
     shown = run()
     assert shown.exit_code == 1 and shown.stdout.count("does not fit") == 1
     ways = re.findall(r"^  fits with .* \((--.*)\)", shown.stdout, re.MULTILINE)
-    assert kinds <= {option for way in ways for option in re.findall(r"--\w+", way)}, shown.stdout
+    assert kinds <= {option for way in ways for option in re.findall(r"--[\w-]+", way)}, (
+        shown.stdout
+    )
     for way in ways:
         tried = run(*way.replace("/folder", str(tmp_path)).split())
         host = float(line.split("--host ")[1].split("GB")[0])

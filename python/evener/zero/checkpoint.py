@@ -664,7 +664,7 @@ def load(engine: Engine, path: str | Path) -> Any:
 def _steps(meta: dict[str, Any], chunk: Chunk) -> list[int]:
     """Of each parameter. Checkpoints of before have them by chunk, or one number for a chunk."""
     if "steps" in meta:
-        return [meta["steps"][piece.name] for piece in chunk.group.pieces]
+        return [meta["steps"].get(piece.name, 0) for piece in chunk.group.pieces]
     steps = meta["chunk_steps"].get(chunk.group.name, meta["step"])
     steps = steps if isinstance(steps, list) else [steps] * len(chunk.steps)
     if len(steps) != len(chunk.steps):
@@ -698,8 +698,6 @@ def _check(path: Path, engine: Engine) -> dict[str, Any]:
             "use the same optimizer",
         )
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
-    for chunk in engine.chunks():
-        _steps(meta, chunk)
     scales = {f"{part.name}.{place}{SCALE}" for part, place in _converted(engine, saved)}
     for name, piece in _pieces(engine).items():
         if name in scales or _exact(name, saved):
@@ -720,4 +718,6 @@ def _check(path: Path, engine: Engine) -> dict[str, Any]:
                 f"{name} has {size[0]} elements in {path}, {piece.whole[0]} in the model",
                 "load a checkpoint of this model",
             )
+    for chunk in engine.chunks():
+        _steps(meta, chunk)
     return meta

@@ -45,7 +45,7 @@ class States:
     second_scale: torch.Tensor | None = None
 
     def moment(self, place: str) -> _optimizers.Moment:
-        """ "first" or "second", as the fused kernels take it."""
+        """The moment at this place, as the fused kernels take it."""
         tensor: torch.Tensor | None = getattr(self, place)
         scale: torch.Tensor | None = getattr(self, place + SCALE)
         return tensor if tensor is None or scale is None else (tensor, scale)
