@@ -46,6 +46,7 @@ from zero_models import (
 )  # fmt: skip
 
 from evener import zero
+from evener.zero.config import MOMENTS
 
 LAYERS, WIDTH, BATCH, STEPS = 32, 2560, 8, 8
 
@@ -58,7 +59,7 @@ def evener(layers: int, width: int, batch: int, steps: int, **own: Any) -> dict[
         "optimizer": {"type": "AdamW", "params": HYPER},
         "evener": {"checkpointing": True, "device": "cuda", "loss": "chunked", **own},
     }
-    moments = torch.bfloat16 if own.get("moments") == "bf16" else torch.float32
+    moments = MOMENTS[own.get("moments", "fp32")]
     begun = time.perf_counter()
     found = zero.probe(
         torch.device("cuda", torch.cuda.current_device()),
@@ -129,6 +130,8 @@ SMALL = {"gpu": 8 * GB}
 ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "evener, all offloaded, 8 GB": _evener(budget=SMALL),
     "evener, bf16 moments, 8 GB": _evener(budget=SMALL, moments="bf16"),
+    "evener, int8 moments, 8 GB": _evener(budget=SMALL, moments="int8"),
+    "evener, int8 moments, no copy, 8 GB": _evener(budget=SMALL, moments="int8", master=False),
     "evener, 24 GB": _evener(budget={"gpu": 24 * GB}),
     "resident all-bf16 (the bound)": peer(peers.resident),
     "largest, fp32 states": _largest(42, 4096),
