@@ -298,7 +298,8 @@ STEPS = st.one_of(
 
 def _bounded(program: Program) -> Program:
     """Without what docs/reference/limits.md says of stage 3: other gathers than those that are
-    refused before the step wait until the group's timeout. Orders differ in the first step alone."""
+    refused before the step wait until the group's timeout. Orders differ in the first step alone.
+    """
     program = {**program, "steps": sorted(program["steps"], key=lambda step: step[0] != "order")}
     if program["stage"] == 3 and program["blocks"] - program["resident"] < 3:
         steps = [step for step in program["steps"] if step[0] != "order"]
