@@ -112,6 +112,47 @@ def test_training_is_that_of_one_process(shape: list[int]) -> None:
     worlds.run(shape, trains, env=TWO_LEVELS if shape[0] == 2 else {})
 
 
+def holds_gradients(rank: int, size: int, passes: int, drops: bool, to_none: bool) -> None:
+    hvd.init()
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        model.named_parameters(),
+        backward_passes_per_step=passes,
+    )
+    for step in range(4):
+        want = copy.deepcopy(model)
+        want.zero_grad()
+        for part in range(passes):
+            if part and drops:
+                want.zero_grad()
+            for other in range(size):
+                (loss_of(want, batch(other, step * passes + part)) / size).backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        for part in range(passes):
+            loss_of(model, batch(rank, step * passes + part)).backward()
+            if not part:
+                held = [p.grad for p in model.parameters()]
+                was = [g.clone() for g in held]
+                for p in model.parameters() if drops else ():
+                    p.grad = None
+        optimizer.synchronize()
+        for p, other, held_one, old in zip(
+            model.parameters(), want.parameters(), held, was, strict=True
+        ):
+            torch.testing.assert_close(p.grad, other.grad, rtol=1e-5, atol=1e-6)
+            # What was dropped stays what it was; what was not is where the average comes.
+            assert torch.equal(held_one, old if drops else p.grad), (step, drops)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(("passes", "drops"), [(1, False), (2, False), (2, True)])
+def test_gradients_that_the_program_holds(passes: int, drops: bool, to_none: bool) -> None:
+    worlds.run((1, 1), holds_gradients, passes, drops, to_none)
+
+
 def autotunes(rank: int, size: int) -> str:
     hvd.init()
     model = model_of()

@@ -268,7 +268,9 @@ class Arrivals:
 
     def backward_begins(self) -> None:
         """Have `on_backward_end` called when the backward ends that runs now, in this thread."""
-        if self.active and self.phase is Phase.WAITING:
+        # Each pass that is summed finds what was kept, or dropped, since the one before.
+        summed = self.passes > 1 and not self._next
+        if self.active and (self.phase is Phase.WAITING or summed):
             self._owner.begins()
         task = int(torch._C._current_graph_task_id())
         if self.on_backward_end is not None and task not in (-1, self._ends_in):
