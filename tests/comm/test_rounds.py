@@ -454,6 +454,8 @@ def _refused(rank: int, _: int, what: str) -> str:
         how = {"every": "auto", "overlap": 4}
     elif what == "auto on one":
         how = {"every": "auto" if rank else 16}
+    elif what == "parts":
+        how["partition_bytes"] = 1 << 20
     elif what == "overlap alone":
         how = {"overlap": 4}
     elif what == "rate":
@@ -489,7 +491,8 @@ REFUSED = {
     "zero": "every=4: ZeroRedundancyOptimizer updates a part",
     "some": "every=4: first.weight and 1 more are trained, and SGD does not step them",
     "none": "every=4: no optimizer was given",
-    "momentum": "momentum= and warmup_steps= are of gradients",
+    "momentum": "momentum=, warmup_steps= and partition_bytes= are of gradients",
+    "parts": "momentum=, warmup_steps= and partition_bytes= are of gradients",
     "rate": "outer_lr=0.0 cannot be",
     "overlap": "overlap=4 cannot be",
     "overlap by hand": "overlap=4: every='auto' chooses it",

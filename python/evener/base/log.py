@@ -14,11 +14,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Any
 
 from evener.base import settings
 
 _rank: int | None = None
 _names_checked = False
+_said: set[str] = set()
 
 
 class _Level(logging.Filter):
@@ -92,3 +94,17 @@ def set_rank(rank: int | None) -> None:
 def info0(message: str, *values: object) -> None:
     """Log at `info` on rank 0, at `debug` on the others."""
     logger.log(logging.DEBUG if _rank else logging.INFO, message, *values)
+
+
+def once(line: str) -> None:
+    """`info0`, once in a process."""
+    if line not in _said:
+        _said.add(line)
+        info0("%s", line)
+
+
+def say_idle(why: str, *those: settings.Setting[Any]) -> None:
+    """Say, once each, which of these variables the user has set, and that they have no effect."""
+    for setting in those:
+        if setting.is_set() and setting.get() != setting.default:
+            once(f"{setting.name}={setting.show(setting.get())} has no effect: {why}")

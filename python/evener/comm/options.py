@@ -13,12 +13,19 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from evener.base import settings
-from evener.base.log import info0
+from evener.base.log import info0, say_idle
 from evener.comm import forms
 from evener.comm.world.topology import Algorithm
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.comm")
+
+_TOPK = (
+    settings.LIGHT_TOPK_RATIO,
+    settings.LIGHT_TOPK_THRESHOLD,
+    settings.LIGHT_TOPK_FP16,
+    settings.EVENER_TOPK_WARMUP,
+)
 
 
 @dataclass(frozen=True)
@@ -117,11 +124,17 @@ class Options:
         if mode == "auto":
             given["floor"] = floor or "bf16"
         made = cls.resolve(wire=wire, **given)
-        if not any(forms.described(form).late == "sparse" for form in (made.wire, made.floor)):
-            for name in ("ratio", "warmup_steps"):
-                if given.get(name) is not None:
-                    info0("%s=%s has no effect: it is top-k's", name, given[name])
+        made.say_idle(given)
         return made
+
+    def say_idle(self, given: Mapping[str, Any]) -> None:
+        """Without top-k: say which of `given` (arguments) and of the variables are for it."""
+        if any(forms.described(form).late == "sparse" for form in (self.wire, self.floor)):
+            return
+        for name in ("ratio", "warmup_steps"):
+            if given.get(name) is not None:
+                info0("%s=%s has no effect: it is top-k's", name, given[name])
+        say_idle("it is top-k's", *_TOPK)
 
     @classmethod
     def resolve(

@@ -22,7 +22,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 from evener.base import log, settings, torch_names
 from evener.base.given import given
-from evener.base.log import info0
+from evener.base.log import info0, say_idle
 from evener.comm import forms, pace, wires
 from evener.comm.agree import everyones
 from evener.comm.errors import CommError
@@ -134,14 +134,17 @@ def accelerate(
             raise UsageError(
                 f"accelerate() was given {len(optimizer)} optimizers", "give one, or give every="
             )
+        say_idle("it is of local steps: set EVENER_EVERY too", settings.EVENER_OVERLAP)
     else:
         if mode == "auto":
             mode, floor = floor or "bf16", None
         behind = _of_rounds("overlap", overlap, settings.EVENER_OVERLAP)
         if local == settings.AUTO and behind is not None:
             raise UsageError(f"overlap={behind}: every='auto' chooses it", "leave it out")
-        if momentum or warmup_steps:
-            raise UsageError("momentum= and warmup_steps= are of gradients", "leave them out")
+        if momentum or warmup_steps or partition_bytes:
+            raise UsageError(
+                "momentum=, warmup_steps= and partition_bytes= are of gradients", "leave them out"
+            )
         options = Options.of_mode(
             mode,
             floor,

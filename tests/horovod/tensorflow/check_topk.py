@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import evener.horovod.tensorflow as hvd
 import evener.horovod.tensorflow.keras as hvdk
+from evener.base import log
 from evener.comm.world.meeting import RendezvousError
 from evener.horovod.tensorflow import light
 from evener.horovod.tensorflow._state import STATE
@@ -163,7 +164,7 @@ def test_what_cannot_be_is_named(
     with pytest.raises(RendezvousError, match=r"LIGHT_TOPK_RATIO is 0\.25 on rank 0 and 0\.5 on"):
         light.plan(0, [*told[:3], other])
 
-    monkeypatch.setattr(light, "_TOLD", set())
+    monkeypatch.setattr(log, "_said", set())
     monkeypatch.setattr(logging.getLogger("evener"), "propagate", True)
     monkeypatch.setenv("EVENER_GUARD_COSINE", "0.5")
     variable = tf.Variable([[1.0]])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from evener.base import settings
-from evener.base.log import logger
+from evener.base.log import logger, once
 from evener.comm.world import elastic
 from evener.comm.world.ranks import Ranks
 from evener.errors import EvenerError
 from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
+from evener.horovod.common.unread import unread
 
 # Seconds for the launcher to say that a member has died.
 _PATIENCE = 3.0
@@ -51,7 +53,8 @@ def until_met(enter: Callable[[], None], leave: Callable[[], None]) -> None:
         setting.get()  # a value that cannot be is refused here, not in the first step
     while True:
         try:
-            return enter()
+            enter()
+            break
         except (RuntimeError, EvenerError) as error:
             # In an elastic job a member may die while the others connect: they meet anew.
             launcher_gone = isinstance(error, elastic.ElasticError)
@@ -59,6 +62,8 @@ def until_met(enter: Callable[[], None], leave: Callable[[], None]) -> None:
                 raise
             logger.info("meeting anew, %s: %s", elastic.broken(), error)
             leave()
+    for line in unread(os.environ):  # now that log lines know their rank
+        once(line)
 
 
 def communicator(comm: Any) -> Any:

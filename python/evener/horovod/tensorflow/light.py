@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from evener.base import settings
-from evener.base.log import info0, logger
+from evener.base.log import info0, logger, once
 from evener.comm.world import meeting, topology
 from evener.horovod.common.reductions import Average, Sum
 from evener.horovod.tensorflow._library import call
@@ -54,7 +54,6 @@ _MARKS: dict[tuple[str, ...], int] = {}
 _NAMES: dict[int, str] = {}
 _JUDGED: set[int] = set()  # marks of which this engine knows what it is to know
 _NUMBERS = itertools.count(1)
-_TOLD: set[str] = set()
 _looked: tuple[float, bool] | None = None  # when, and `_all_linear`
 # The torch door's limits for top-k (`evener.comm.wires.topk`, which would import torch).
 _LINEAR, _STRICT = 100.0, 0.25
@@ -132,13 +131,7 @@ def _name_others() -> None:
         if setting.is_set() and setting.get() != setting.default
     ]
     if others:
-        _once(f"not used with TensorFlow: {', '.join(others)}")
-
-
-def _once(text: str) -> None:
-    if text not in _TOLD:
-        _TOLD.add(text)
-        info0("%s", text)
+        once(f"not used with TensorFlow: {', '.join(others)}")
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -158,14 +151,14 @@ def marked(
         return 0, compression
     if op not in (Average, Sum) or not everywhere:
         what = "a process set" if op in (Average, Sum) else "Adasum"
-        _once(f"LIGHT_TOPK_ALLREDUCE does not apply to {what}: these gradients are sent whole")
+        once(f"LIGHT_TOPK_ALLREDUCE does not apply to {what}: these gradients are sent whole")
         return 0, compression
     half = compression is Compression.fp16
     if half:
-        _once("LIGHT_TOPK_ALLREDUCE with Compression.fp16: top-k sends its values as FP16")
+        once("LIGHT_TOPK_ALLREDUCE with Compression.fp16: top-k sends its values as FP16")
     elif compression is not Compression.none:
         name = getattr(compression, "__name__", str(compression))
-        _once(f"LIGHT_TOPK_ALLREDUCE does not apply with {name}: these gradients are sent whole")
+        once(f"LIGHT_TOPK_ALLREDUCE does not apply with {name}: these gradients are sent whole")
         return 0, compression
     names = tuple(_identity(variable) for variable in variables)
     if names not in _MARKS:

@@ -24,7 +24,7 @@ import torch
 
 from evener.base import settings
 from evener.base.given import ArgumentError
-from evener.base.log import info0
+from evener.base.log import info0, say_idle
 from evener.comm import forms
 from evener.comm.errors import CommError
 from evener.comm.options import Options
@@ -127,6 +127,11 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
         else:
             info0("HOROVOD_AUTOTUNE: no planner, because the script says what crosses")
     if op == Adasum and size() > 1:
+        say_idle(
+            "Adasum's updates are sent whole, in one level",
+            settings.LIGHT_TOPK_ALLREDUCE,
+            settings.LIGHT_2D_ALLREDUCE,
+        )
         return adasum_optimizer(
             optimizer,
             _named(optimizer, named_parameters),
@@ -585,6 +590,7 @@ def _options(
         predivide=predivide,
         default_algorithm="flat",  # Horovod's; LIGHT_2D_ALLREDUCE=1 asks for the other
     )
+    options.say_idle({"ratio": ratio, "warmup_steps": warmup_steps})
     if half and topk:
         info0("LIGHT_TOPK_ALLREDUCE with Compression.fp16: top-k sends its values as FP16")
         options = dataclasses.replace(options, topk_fp16=True)
