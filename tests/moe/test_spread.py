@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from evener import moe
+from evener.comm import total_norm
 from evener.errors import UsageError
 from tests import worlds
 
@@ -224,3 +225,11 @@ def narrow(rank: int, size: int, form: str) -> None:
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_eight_bits_are_near(form: str) -> None:
     worlds.run([1, 1], narrow, form)
+
+
+def test_a_torch_that_takes_the_norm_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(total_norm._asked)
+    monkeypatch.delattr(nn.utils.clip_grad, "_get_total_norm")
+    with pytest.raises(UsageError, match="keeps what clip_grad_norm_ takes the norm by"):
+        total_norm.ask(lambda *_: None)
+    assert total_norm._asked == before

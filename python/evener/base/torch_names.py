@@ -11,6 +11,7 @@ takes a second that only pipelines need.
 | FSDP2: the policy of a group | `group.mp_policy` | the same | `parameter.mp_policy` |
 | FSDP2: dtype reduced if unset | that of the computation | the same | the gradient's |
 | c10d: `_create_work_from_future` | private | private | in its stubs |
+| `clip_grad._get_total_norm` | private | private | private |
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import logging
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 
 from evener.errors import UsageError
 
@@ -120,6 +122,13 @@ def work_of(future: torch.futures.Future[Any]) -> Any:
     if create is None:
         raise _elsewhere("how a Work is made of a future")
     return create(future)
+
+
+def total_norm() -> Any:
+    """What clip_grad_norm_ and get_total_norm take the norm by."""
+    if (found := getattr(clip_grad, "_get_total_norm", None)) is None:
+        raise _elsewhere("what clip_grad_norm_ takes the norm by")
+    return found
 
 
 def _elsewhere(what: str) -> UsageError:

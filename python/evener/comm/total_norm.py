@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
+from evener.base import torch_names
+
 Plain = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """torch's own norm of some gradients."""
 
@@ -26,12 +28,12 @@ _asked: list[Asked] = []
 def ask(asked: Asked) -> None:
     """Ask `asked` before torch takes a norm in clip_grad_norm_ or get_total_norm.
 
-    `clip_grad._get_total_norm` is a private name of torch: there in 2.6 to 2.15.
+    Raises UsageError for a torch that takes it elsewhere: each rank would clip by its own norm.
     """
+    plain = torch_names.total_norm()
     if asked not in _asked:
         _asked.append(asked)
-    plain: Any = getattr(clip_grad, "_get_total_norm", None)
-    if plain is not None and not getattr(plain, "evener", False):
+    if not getattr(plain, "evener", False):
         made = _asking(plain)
         clip_grad._get_total_norm = made
         torch.nn.utils.get_total_norm = made

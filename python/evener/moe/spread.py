@@ -82,6 +82,7 @@ def spread(
     wire = Wire(dispatch)
     if ep == 1:
         return model
+    total_norm.ask(asked)
     device = found[0][1].gate_up_proj.device
     ranks, replicas = _groups(ep, device)
     if route == "two" and ranks.outer is None:
@@ -110,7 +111,6 @@ def spread(
         layer.register_load_state_dict_pre_hook(_take_own)
     model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
     _models.add(model)
-    total_norm.ask(asked)
     return model
 
 
