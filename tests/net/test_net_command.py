@@ -160,8 +160,18 @@ def test_importing_evener_turns_it_on_where_asked_and_says_so_once() -> None:
     assert _environment_of("import evener", RANK="1", EVENER_NET="on") == (told, "")
     nothing = dict.fromkeys(told, None)
     assert _environment_of("import evener", RANK="0", EVENER_NET="off") == (nothing, "")
-    chosen, _ = _environment_of("import evener", EVENER_NET="on", NCCL_NET_PLUGIN="mine")
-    assert chosen == {**nothing, "NCCL_NET_PLUGIN": "mine"}
+    mine = {"EVENER_NET": "on", "NCCL_NET_PLUGIN": "mine"}
+    assert _environment_of("import evener", **mine) == ({**nothing, "NCCL_NET_PLUGIN": "mine"}, "")
+    child = (
+        "import evener, subprocess, sys; subprocess.run([sys.executable, '-c', 'import evener'])"
+    )
+    _, said = _environment_of(child, RANK="0", **mine)
+    assert said == "evener: NCCL's network is left as it is: NCCL_NET_PLUGIN=mine is set\n"
+    assert _environment_of("import evener", RANK="1", **mine)[1] == ""
+    _, said = _environment_of("import evener", RANK="0", EVENER_NET="yes")
+    assert said == "evener: NCCL's network is left as it is: EVENER_NET=yes\n"
+    launched = {"EVENER_NET": "on", "NCCL_NET_PLUGIN": str(plugin_path())}
+    assert _environment_of("import evener", RANK="0", **launched)[1] == ""
     taken_back = "import evener.net.plugin as p; p.withdraw()"
     assert _environment_of(taken_back, RANK="1", EVENER_NET="on") == (nothing, "")
 

@@ -12,6 +12,9 @@ from evener.net.choice import Machine, why_not
 
 NCCL_NAME = "Evener"
 """The plug-in's name for NCCL_NET."""
+_FILE = "libnccl-net-evener.so"
+# For the processes that rank 0 starts: they have its environment, and are not it.
+_SAID = "_EVENER_NET_SAID"
 
 
 class PluginError(EvenerError):
@@ -20,7 +23,7 @@ class PluginError(EvenerError):
 
 def plugin_path() -> Path:
     """The shared object of this installation. Raises PluginError where it was not built."""
-    path = Path(__file__).parent.parent / "lib" / "libnccl-net-evener.so"
+    path = Path(__file__).parent.parent / "lib" / _FILE
     if not path.exists():
         raise PluginError(
             f"{path} does not exist: the NCCL plug-in was not built",
@@ -93,18 +96,26 @@ _imported: dict[str, str] = {}  # what `at_import` has set
 def at_import() -> None:
     """What `import evener` does: `adopt` for this process and its children.
 
-    Says so on rank 0 of a job, before NCCL is loaded; without a job nothing is said.
+    Says so on rank 0 of a job, before NCCL is loaded, also where it was asked for and cannot be;
+    without a job nothing is said.
     """
     before = dict(os.environ)
-    if _declined(os.environ):
+    asked = _wish(os.environ) not in ("auto", "off") and _SAID not in os.environ
+    if _ours(os.environ) or (not asked and _declined(os.environ)):
         return
     line = adopt(os.environ)
     _imported.update({k: v for k, v in os.environ.items() if k not in before})
     rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)
-    if _imported and rank == "0":
+    if (_imported or asked) and rank == "0":
         from evener.base.log import info0
 
         info0("%s", line)
+        os.environ[_SAID] = "1"
+
+
+def _ours(env: Mapping[str, str]) -> bool:
+    """Whether a launcher has named the plug-in already."""
+    return env.get("NCCL_NET") == NCCL_NAME or env.get("NCCL_NET_PLUGIN", "").endswith(_FILE)
 
 
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
