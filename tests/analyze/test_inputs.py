@@ -42,6 +42,13 @@ def ask(*paths: Path | str, given_text: bytes | None = None) -> str:
     return done.output
 
 
+CUT = "1 packed file cut or damaged, and read up to there"
+
+
+def titles(path: Path) -> list[str]:
+    return [finding.title for finding in run_checks(picture(collect([path])))]
+
+
 def zstd(data: bytes) -> bytes:
     try:
         import zstandard
@@ -248,9 +255,35 @@ def test_a_gzip_that_was_cut_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     long = TEXT + "\n" + "\n".join(os.urandom(40).hex() for _ in range(80_000))
     path.write_bytes(gzip.compress(long.encode())[:-50_000])
     assert "rank 2 never joined" in ask(path)
+    assert CUT in titles(path)
+    path.write_bytes(zstd(long.encode())[:-50_000])
+    assert CUT in titles(path)
     path.write_bytes(b"\x1f\x8b" + b"garbage" * 30)
     with pytest.raises(UsageError, match="unpacked"):
         ask(path)
+
+
+def test_what_was_not_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(TEXT)
+    (tmp_path / "core").write_bytes(os.urandom(1 << 12))
+    assert "1 file left out: neither text nor a recorder's dump" in titles(tmp_path)
+    packed = tmp_path / "x.zip"
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.log", TEXT + "\n" + os.urandom(4 << 20).hex())
+    data = packed.read_bytes()
+    half = len(data) // 2
+    packed.write_bytes(data[:half] + os.urandom(64) + data[half + 64 :])
+    assert CUT in titles(packed)
+
+
+def test_a_pattern_of_too_many_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.log").write_text(TEXT)
+    monkeypatch.setattr(inputs, "_FILES", 2)
+    with pytest.raises(UsageError, match="more than 2 files"):
+        ask(tmp_path / "*.log")
 
 
 # --- fuzz ---

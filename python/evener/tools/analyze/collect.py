@@ -355,6 +355,9 @@ class Collector:
         if len(self.run.unknown_samples) < _SAMPLES:
             self.run.unknown_samples.append((text, where))
 
+    def cut(self) -> None:
+        self.run.cut.append(len(self.run.files) - 1 << 40 | 1)
+
     def lines(self, total: int, nccl: int) -> None:
         self.run.lines += total
         self._ends[len(self.run.files) - 1] = total

@@ -333,6 +333,8 @@ class Run:
     """What watchdogs, recorders, launchers and drivers said of a run that hung or failed."""
     skipped: list[Path] = field(default_factory=list)
     """Files of a folder that are no text."""
+    cut: list[int] = field(default_factory=list)
+    """Packed files of which the end is missing or damaged."""
     lines: int = 0
     nccl_lines: int = 0
     unknown: int = 0

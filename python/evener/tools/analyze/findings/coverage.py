@@ -71,6 +71,30 @@ def unknown_lines(picture: Picture) -> Iterator[Finding]:
     )
 
 
+@check({"coverage.unread": "files that are no text, or packed and cut: what was not read"})
+def unread(picture: Picture) -> Iterator[Finding]:
+    """Files of a folder that were left out, and the ends of packed ones that are missing."""
+    run = picture.run
+    if run.skipped:
+        yield Finding(
+            "coverage.unread",
+            "note",
+            f"{count(len(run.skipped), 'file')} left out: neither text nor a recorder's dump",
+            "For example: " + ", ".join(map(str, run.skipped[:3])),
+            "measured",
+        )
+    if run.cut:
+        yield Finding(
+            "coverage.unread",
+            "warning",
+            f"{count(len(run.cut), 'packed file')} cut or damaged, and read up to there",
+            "What the end of a log says of a failure may be missing.",
+            "measured",
+            tuple(run.cut[:3]),
+            "Pack them again once the job has ended, or give the logs themselves.",
+        )
+
+
 # What NCCL tells where it looks for something that is not there, and goes on.
 _HARMLESS = re.compile(
     r"Failed to open lib|cannot open shared object|No plugin found|Could not find|dlvsym|dlopen"

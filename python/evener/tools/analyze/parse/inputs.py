@@ -72,7 +72,9 @@ def expand(paths: list[Path]) -> list[Input]:
             named = sorted(glob.glob(text, recursive=True))  # noqa: PTH207
             if not named:
                 raise UnreadableError(f"{path}: no file fits this pattern", "check the folder")
-            inputs += expand([Path(name) for name in named[:_FILES]])
+            if len(named) > _FILES:
+                raise UnreadableError(f"{path}: more than {_FILES} files", "name those of one run")
+            inputs += expand([Path(name) for name in named])
         elif text.endswith(".zip"):
             inputs += _archive(path)
         else:
@@ -144,6 +146,7 @@ class _Member:
 
     def __init__(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
         self._name, self._some = f"{archive.filename}/{info.filename}", False
+        self.cut = False
         try:
             self._file = archive.open(info)
         except _DAMAGED as error:
@@ -154,6 +157,7 @@ class _Member:
             part = self._file.read(size)
         except _DAMAGED as error:
             if self._some:
+                self.cut = True
                 return b""
             raise self._refused(error) from None
         self._some = True
@@ -173,6 +177,7 @@ class Stream:
 
     def __init__(self, given: Input) -> None:
         self.name = given.name
+        self._cut = False
         self._file = given.open()
         self._raw = _Peeked(self._file)
         self._next: Callable[[int], bytes] = self._unpacked()
@@ -188,6 +193,11 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         if self._file is not sys.stdin.buffer:
             self._file.close()
+
+    @property
+    def cut(self) -> bool:
+        """Whether it was packed, and its end was missing or damaged: what is before it was read."""
+        return self._cut or (isinstance(self._file, _Member) and self._file.cut)
 
     @property
     def binary(self) -> bool:
@@ -244,6 +254,7 @@ class Stream:
                 part: bytes = packed.read(min(size, 1 << 20))
             except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
                 if written:
+                    self._cut = True
                     return b""  # a log whose end is missing: what is there is read
                 raise UnreadableError(
                     f"{self.name}: cannot be unpacked ({error})", "give the whole file"
@@ -334,8 +345,8 @@ class _Child:
     def read(self, size: int) -> bytes:
         assert self._process.stdout is not None
         part = self._process.stdout.read(size)
-        if not part:
-            self._process.wait()
+        if not part and self._process.wait():
+            raise OSError("zstd says that it is damaged")
         return part
 
     def __del__(self) -> None:

@@ -128,6 +128,7 @@ class Sink(Protocol):
     def block(self, text: bytes) -> None: ...
     def value(self, document: Any, name: str, where: int) -> bool: ...
     def lines(self, total: int, nccl: int) -> None: ...
+    def cut(self) -> None: ...
 
 
 def read(given: Input, number: int, sink: Sink) -> bool:
@@ -138,24 +139,31 @@ def read(given: Input, number: int, sink: Sink) -> bool:
     """
     try:
         with Stream(given) as file:
-            if pickles.is_pickle(file.head):
-                return _pickle(file, given, number, sink)
-            if file.binary:
-                if given.found:
-                    return False
-                raise UnreadableError(
-                    f"{given.name}: binary, and no flight recorder's dump",
-                    "give text, or unpack it first",
-                )
-            if _maybe_document(file.head):
-                document = file.all(_MAX_DOCUMENT)
-                if _document(document, given, number, sink):
-                    return True
-            _Log(number, sink, wrapped.width(plain(file.head))).read(_lines(file.read, _BLOCK))
+            taken = _read(file, given, number, sink)
+            if file.cut and taken:
+                sink.cut()
+            return taken
     except OSError as error:
         raise UnreadableError(
             f"{given.name}: {error.strerror or error}", "name a file that exists and can be read"
         ) from None
+
+
+def _read(file: Stream, given: Input, number: int, sink: Sink) -> bool:
+    if pickles.is_pickle(file.head):
+        return _pickle(file, given, number, sink)
+    if file.binary:
+        if given.found:
+            return False
+        raise UnreadableError(
+            f"{given.name}: binary, and no flight recorder's dump",
+            "give text, or unpack it first",
+        )
+    if _maybe_document(file.head):
+        document = file.all(_MAX_DOCUMENT)
+        if _document(document, given, number, sink):
+            return True
+    _Log(number, sink, wrapped.width(plain(file.head))).read(_lines(file.read, _BLOCK))
     return True
 
 
