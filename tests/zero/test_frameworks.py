@@ -104,6 +104,13 @@ def test_gradients_are_forgotten_between_the_two_passes() -> None:
     assert losses[0][-1] < losses[0][0]
 
 
+def test_two_numbers_of_micro_batches_are_refused() -> None:
+    for config, steps, want in ((1, 4, 4), (4, 1, 4), (4, 4, 4)):
+        assert faces.accumulation(Config(accumulation=config), steps, "the Trainer") == want
+    with pytest.raises(UsageError, match="gradient_accumulation_steps = 4, and the Trainer 8"):
+        faces.accumulation(Config(accumulation=4), 8, "the Trainer")
+
+
 def _accelerated(under: bool, folder: Path, steps: range, resume: bool) -> list[float]:
     from accelerate import Accelerator
 

@@ -41,6 +41,48 @@ def test_a_fused_loss_without_a_layer_for_it(caplog: pytest.LogCaptureFixture) -
     engine.close()
 
 
+def test_what_is_given_twice_and_what_has_no_plan(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    config = {
+        "optimizer": {"type": "AdamW"},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+        "bf16": {"enabled": False, "check_grad_overflow": True},
+        "fp16": {"auto_cast": False},
+        "evener": {"device": "cpu", "crossing": "int8", "budget": {"host": "1GB"}},
+    }
+    caplog.set_level("INFO", "evener.zero")
+    engine, *_ = zero.initialize(
+        model=model,
+        config=config,
+        optimizer=optimizer,
+        model_parameters=model.parameters(),
+        lr_scheduler=scheduler,
+        resident=set(),
+        batch=(2, 8),
+    )
+    (line,) = (m for m in caplog.messages if m.startswith("taken and not needed: "))
+    for said in (
+        "fp16.auto_cast",
+        "bf16.check_grad_overflow",
+        "optimizer of the configuration (one was given)",
+        "scheduler of the configuration (one was given)",
+        "model_parameters (the optimizer has its own)",
+        "batch (there is no plan: resident= was given)",
+        "evener.budget.host (there is no plan: resident= was given)",
+    ):
+        assert said in line
+    assert "evener.crossing = 'int8': there is one copy of the states" in caplog.text
+    engine.close()
+
+
+def test_units_that_cannot_be_run_before_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "evener.zero")
+    zero.plan(Model(), config={"evener": {"device": "cpu", "rehearse": True}}, batch=(2, 8))
+    assert "evener.rehearse = true: no unit is run before the plan: there is no GPU" in caplog.text
+
+
 def test_what_a_checkpoint_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = start(Model())
     saved = zero.save_checkpoint(engine, tmp_path)

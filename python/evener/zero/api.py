@@ -150,6 +150,9 @@ def _rehearsed(
     and on a CPU, nothing is measured."""
     wanted = world_size() == 1 if config.rehearse == "auto" else config.rehearse
     if profile is None or not wanted or device.type != "cuda" or machine.cores:
+        if config.rehearse is True:
+            why = "the model was not traced" if profile is None else "there is no GPU of the plan's"
+            logger.info("evener.rehearse = true: no unit is run before the plan: %s", why)
         return profile
     skip = head.linear if head is not None else None
     budget = _budget(config, device, 1).gpu
@@ -384,6 +387,9 @@ def initialize(
             "`away` and `streaming` say where states go, and with no `resident` that is planned",
             "give `resident` too, or leave them out",
         )
+    of_plan = {"machine": machine, "batch": batch, "example": example}
+    unneeded = _unneeded(settings, of_plan, resident, optimizer, model_parameters, lr_scheduler)
+    settings = replace(settings, ignored=[*settings.ignored, *unneeded])
     if optimizer is not None:
         settings.rule = rules.of(optimizer)
     device = devices.pick(settings.device)
@@ -441,6 +447,30 @@ def initialize(
     return engine, front, None, scheduler
 
 
+def _unneeded(
+    config: Config,
+    of_plan: Mapping[str, Any],
+    resident: set[str] | None,
+    optimizer: Any,
+    parameters: Any,
+    scheduler: Any,
+) -> list[str]:
+    """What was asked for, and something else that was given takes the place of."""
+    found = []
+    if optimizer is not None and config.has_optimizer:
+        found.append("optimizer of the configuration (one was given)")
+    if optimizer is not None and parameters is not None:
+        found.append("model_parameters (the optimizer has its own)")
+    if scheduler is not None and config.scheduler is not None:
+        found.append("scheduler of the configuration (one was given)")
+    if resident is not None:
+        names = [name for name, value in of_plan.items() if value is not None]
+        sizes = config.budget if isinstance(config.budget, Mapping) else ()
+        names += [f"evener.budget.{name}" for name in ("gpu", "host") if name in sizes]
+        found += [f"{name} (there is no plan: resident= was given)" for name in names]
+    return found
+
+
 def _engine(
     model: nn.Module,
     settings: Config,
@@ -483,6 +513,11 @@ def _engine(
         ranks = _forced(settings, device, layout())
     if settings.ignored:
         logger.info("taken and not needed: %s", ", ".join(settings.ignored))
+    if settings.crossing != "exact" and ranks.replicas == 1:
+        logger.info(
+            "evener.crossing = %r: there is one copy of the states, and gradients go as they are",
+            settings.crossing,
+        )
     store = build(
         model,
         units,

@@ -42,7 +42,8 @@ class Config:
     (each node has a copy of the states), "shard", or "auto": what the plan finds faster of those
     that fit. crossing: the form of gradients between nodes (`evener.zero.form.names`). rehearse:
     one unit of each kind runs on the GPU before the plan (`rehearsal`); "auto": where one process
-    plans for a GPU.
+    plans for a GPU. ignored: what was taken and is not needed. has_optimizer: whether `rule` was
+    asked for.
     """
 
     stage: int = 3
@@ -75,6 +76,7 @@ class Config:
     crossing: str = "exact"
     rehearse: bool | str = "auto"
     ignored: list[str] = field(default_factory=list)
+    has_optimizer: bool = False
 
 
 _DTYPES = {
@@ -136,8 +138,10 @@ _ZERO = {
 }  # fmt: skip
 _FP16 = {
     "enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
-    "min_loss_scale", "auto_cast", "consecutive_hysteresis",
+    "min_loss_scale",
 }  # fmt: skip
+_PASSED_OVER_FP16 = {"auto_cast", "consecutive_hysteresis"}
+_PASSED_OVER_BF16 = {"immediate_grad_update", "check_grad_overflow"}
 _EVENER = {
     "budget", "moments", "master", "depth", "device", "checkpointing", "loss", "balance",
     "stale_updates", "compile", "nodes", "crossing", "rehearse",
@@ -229,6 +233,7 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     _read_precision(config, source)
     if "optimizer" in source:
         config.rule = _optimizer(_section(source, "optimizer"))
+        config.has_optimizer = True
     if "scheduler" in source:
         section = _section(source, "scheduler")
         _refuse("scheduler", section, {"type", "params"})
@@ -320,8 +325,10 @@ def _read_zero(config: Config, zero: Mapping[str, Any]) -> None:
 def _read_precision(config: Config, source: Mapping[str, Any]) -> None:
     fp16 = _section(source, "fp16")
     bf16 = {**_section(source, "bfloat16"), **_section(source, "bf16")}
-    _refuse("fp16", fp16, _FP16)
-    _refuse("bf16", bf16, {"enabled", "immediate_grad_update", "check_grad_overflow"})
+    _refuse("fp16", fp16, _FP16 | _PASSED_OVER_FP16)
+    _refuse("bf16", bf16, {"enabled"} | _PASSED_OVER_BF16)
+    config.ignored += [f"fp16.{key}" for key in fp16 if key in _PASSED_OVER_FP16]
+    config.ignored += [f"bf16.{key}" for key in bf16 if key in _PASSED_OVER_BF16]
     on16, onb = _auto(fp16.get("enabled"), False), _auto(bf16.get("enabled"), False)
     if on16 and onb:
         raise ConfigError("fp16.enabled and bf16.enabled contradict each other", "choose one")

@@ -48,7 +48,7 @@ def accelerate(
     if precision == "bf16" and settings.dtype == torch.float32:
         settings.dtype = torch.bfloat16
     steps = int(getattr(accelerator, "gradient_accumulation_steps", 1))
-    settings.accumulation = max(settings.accumulation, steps)
+    settings.accumulation = faces.accumulation(settings, steps, "the Accelerator")
     held: dict[str, Engine] = {}
     prepare = accelerator.prepare
 

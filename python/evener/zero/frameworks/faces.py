@@ -20,7 +20,7 @@ from evener.zero.engine import Engine
 from evener.zero.ranks import world_size
 from evener.zero.values import give_back, show, value_of
 
-__all__ = ["give_back", "refuse_ranks", "show", "take_over", "value_of"]
+__all__ = ["accumulation", "give_back", "refuse_ranks", "show", "take_over", "value_of"]
 
 
 def refuse_ranks(name: str) -> None:
@@ -32,6 +32,18 @@ def refuse_ranks(name: str) -> None:
             "use one process here, or zero.initialize and zero.save_checkpoint in a loop of "
             "your own",
         )
+
+
+def accumulation(settings: Config, steps: int, name: str) -> int:
+    """Micro-batches of a step, by the configuration or the framework's own. Raises UsageError where
+    both say a number, and not the same."""
+    if steps > 1 and settings.accumulation not in (1, steps):
+        raise UsageError(
+            f"the configuration has gradient_accumulation_steps = {settings.accumulation}, and "
+            f"{name} {steps}",
+            "give one of them, or the same",
+        )
+    return max(settings.accumulation, steps)
 
 
 def take_over(

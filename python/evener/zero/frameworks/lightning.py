@@ -127,7 +127,8 @@ class ZeroStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             if trainer.gradient_clip_algorithm not in (None, "norm"):
                 raise UsageError('gradient_clip_algorithm is not "norm"', "use norm")
             settings.clipping = float(trainer.gradient_clip_val)
-        settings.accumulation = max(settings.accumulation, trainer.accumulate_grad_batches)
+        steps = trainer.accumulate_grad_batches
+        settings.accumulation = faces.accumulation(settings, steps, "the Lightning Trainer")
         self._steps = _Steps(module)
         self._engine, front = faces.take_over(
             module,

@@ -18,6 +18,7 @@ from evener.base.given import given
 from evener.errors import UsageError
 from evener.zero.api import Batch
 from evener.zero.config import Config, read
+from evener.zero.frameworks import faces
 from evener.zero.frameworks.accelerate import accelerate
 
 
@@ -45,7 +46,8 @@ def trainer(
             if args.gradient_checkpointing:
                 args.gradient_checkpointing = False  # two would recompute twice
                 settings.checkpointing = settings.checkpointing or True
-            settings.accumulation = max(settings.accumulation, args.gradient_accumulation_steps)
+            steps = args.gradient_accumulation_steps
+            settings.accumulation = faces.accumulation(settings, steps, "the training arguments")
             settings.micro_batch = settings.micro_batch or args.per_device_train_batch_size
             args._n_gpu = min(args.n_gpu, 1)
             accelerate(self.accelerator, settings, example=example, batch=batch)
