@@ -22,6 +22,7 @@ from evener.pipeline import torch_names
 from evener.pipeline.example import Example
 from evener.pipeline.verify import verify
 from tests import worlds
+from tests.comm.scripts import heard
 
 RATES = pipeline.Rates(1e11, 1e10, 1e-6)
 WIDTH = 8
@@ -93,6 +94,12 @@ def _summing(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _noisy(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + torch.randn_like(x) if self.training else x
+
+
+def _trains_alone(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if not self.training:
+        raise RuntimeError("for training alone")
+    return x
 
 
 def _autocast(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -391,10 +398,31 @@ def ignored(rank: int, size: int) -> Any:
     pipe.close()
 
 
+def not_compared(rank: int, size: int) -> list[str]:
+    """A model without values, and one that cannot run in eval()."""
+    x, y = batch(0)
+    given = {"target": y, "loss": mse, "rates": RATES, "microbatches": 2}
+    with heard() as said:
+        with torch.device("meta"):
+            empty = Stack()
+        weights = {n: torch.zeros(p.shape) for n, p in empty.named_parameters()}
+        pipeline.auto(empty, {"x": x}, weights=lambda name, _: weights[name], **given).close()
+        pipeline.auto(Stack(Do(_trains_alone)), {"x": x}, **given).close()
+    return [line for line in said.lines if "not compared" in line]
+
+
 def test_evaluates_before_it_trains() -> None:
-    cases = {"first": (evaluated_first,), "ignored": (ignored,)}
+    cases = {"first": (evaluated_first,), "ignored": (ignored,), "not compared": (not_compared,)}
     found = worlds.several([1], cases, timeout=120)
     assert found["first"] == found["ignored"] == [None]
+    assert found["not compared"] == [
+        [
+            "pipeline: stages and model were not compared: the model has no values (the meta "
+            "device)",
+            "pipeline: whether the model mixes rows of microbatches was not compared: the model in "
+            "eval() raises RuntimeError: for training alone",
+        ]
+    ]
 
 
 def test_a_counter_is_refused_where_the_model_has_no_values() -> None:

@@ -194,8 +194,13 @@ def _verified(
                 weighing = agreed(captured, call, [plan.rows] * plan.microbatches,
                                   place_of(model))  # fmt: skip
                 if both is not None:
-                    refuse_mixing(model, loss, captured, both,
-                                  functools.partial(weighing.shares, captured))  # fmt: skip
+                    shares = functools.partial(weighing.shares, captured)
+                    unseen = refuse_mixing(model, loss, captured, both, shares)
+                    if unseen and replicas.first:
+                        logger.warning("pipeline: whether the model mixes rows of microbatches was "
+                                       "not compared: %s", unseen)  # fmt: skip
+            if seen.unseen and replicas.first:
+                logger.warning("pipeline: stages and model were not compared: %s", seen.unseen)
             told = weighing.kind, seen.evaluates, None
         except Exception as error:  # noqa: BLE001 - every rank raises it
             told = "", "", _as_known(error, "the first rank cannot compare stages and model")

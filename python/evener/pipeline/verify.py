@@ -50,10 +50,11 @@ class Pass:
 
 
 class Verified:
-    """The verdict. `evaluates`: why an evaluation in the pipeline would be wrong; "": it is not."""
+    """The verdict. `evaluates`: why an evaluation in the pipeline would be wrong; "": it is not.
+    `unseen`: why stages and model were not compared; "": they were."""
 
-    def __init__(self, evaluates: str = "") -> None:
-        self.evaluates = evaluates
+    def __init__(self, evaluates: str = "", unseen: str = "") -> None:
+        self.evaluates, self.unseen = evaluates, unseen
 
 
 def verify(
@@ -82,7 +83,7 @@ def verify(
                 _refuse_functions(whole(*given))
             if both is not None and whole_batches:
                 _refuse_counting(_written(captured, whole))
-            return Verified(_static(captured))
+            return Verified(_static(captured), "the model has no values (the meta device)")
         staged = _Staged(captured, cuts, whole, place)
         try:
             eager = list(_eager(whole, given))
@@ -303,8 +304,9 @@ def refuse_mixing(
     captured: Captured,
     both: Example,
     shares: Callable[[list[list[Any]], list[int]], list[Any]],
-) -> None:
+) -> str:
     """Raises UsageError where two microbatches' losses do not make that of one batch of both.
+    Why that was not compared; "": it was, or something else says so.
 
     The model itself runs them, in evaluation mode, where nothing is drawn and batch norm takes its
     running statistics: a trace has one branch alone of those that depend on the number of rows.
@@ -315,15 +317,15 @@ def refuse_mixing(
     both = pytree.tree_map(lambda x: x.to(place) if isinstance(x, torch.Tensor) else x, both)
     parts = [both.part(0, half), both.part(half, both.rows)]
     if any(t.is_meta for t in (*whole.parameters(), *whole.buffers())):
-        return
+        return ""  # `verify` says so
     outs: list[list[Any]] = []
     with quiet_random(place), as_it_was(whole), values_kept(whole), torch.no_grad():
         whole.eval()
         hook = model.register_forward_hook(lambda *x: outs.append(pytree.tree_leaves(x[-1])))
         try:
             found, *several = [float(whole(*_given(one))) for one in (both, *parts)]
-        except Exception:  # noqa: BLE001 - a model may take one number of rows alone
-            return
+        except Exception as error:  # noqa: BLE001 - a model may take one number of rows alone
+            return f"the model in eval() raises {type(error).__name__}: {str(error)[:200]}"
         finally:
             hook.remove()
     cure = "give average='microbatches' to train as gradient accumulation does, or microbatches=1"
@@ -341,8 +343,8 @@ def refuse_mixing(
             )
     try:
         weights = [float(s) for s in shares([captured.flatten(p) for p in parts], [half, half])]
-    except UsageError:  # rows without a label say nothing about the others
-        return
+    except UsageError:  # rows without a label say nothing about the others; `agreed` says so
+        return ""
     made = sum(share * value for share, value in zip(weights, several, strict=True))
     # Both are the model's own: what autocast rounds, it rounds alike in both.
     if abs(made - found) > min(captured.tolerance, _ALIKE) * max(abs(found), 1e-3):
@@ -351,6 +353,7 @@ def refuse_mixing(
             f"({several[0]:.6g} and {several[1]:.6g}) make {made:.6g}: {why}",
             cure,
         )
+    return ""
 
 
 # --- The comparison -------------------------------------------------------------------------------
