@@ -84,7 +84,7 @@ class Turns:
         try:
             self._wait(index)
             result = work()
-        except _StoppedError:
+        except _StoppedError:  # noqa: S110 - `error` says why it was stopped
             pass
         except BaseException as error:  # noqa: BLE001 - told to the caller's thread, which raises it
             with self._changed:

@@ -632,7 +632,7 @@ def _block(node: fx.Node, model: nn.Module) -> str:
             continue
         try:
             container = model.get_submodule(parent)
-        except AttributeError:
+        except AttributeError:  # noqa: S112 - it is within no module
             continue
         if isinstance(container, nn.ModuleList | nn.Sequential) and len(container) > 1:
             return name

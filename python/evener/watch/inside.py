@@ -198,7 +198,7 @@ def _serve(fd: int, folder: Path, rank: int) -> None:
                 with contextlib.suppress(BlockingIOError):
                     asks = os.read(fd, 4096)
                 _answer(folder, rank, groups, STACKS in asks)
-        except Exception:  # noqa: BLE001 - groups that come and go; the next turn looks again
+        except Exception:  # noqa: BLE001, S112 - groups that come and go; the next turn looks again
             continue
 
 

@@ -30,10 +30,9 @@ if asked := [name for name in ("EVENER_DDP", "EVENER_FSDP") if os.environ.get(na
     else:
         arm()
 if os.environ.get("EVENER_LAUNCH_WATCH"):
-    # A Python without evener is not watched: the launcher says how many ranks it sees.
     try:
         from evener.watch.inside import arm as watch
-    except ImportError:
+    except ImportError:  # noqa: S110 - the launcher says how many ranks it sees
         pass
     else:
         watch()

@@ -172,8 +172,8 @@ def _restore(state: State) -> None:
     """
     try:
         current.state().end_collectives()
-    except NotInitializedError:
-        pass  # nothing has begun that could be in flight
+    except NotInitializedError:  # noqa: S110 - nothing has begun that could be in flight
+        pass
     except EvenerError as error:  # abort.AbortError, which cannot be imported without torch
         # A thread is stuck inside the driver: an orderly end of the interpreter would wait for it.
         logger.error("%s", error)

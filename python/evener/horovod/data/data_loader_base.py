@@ -63,7 +63,7 @@ class AsyncDataLoaderMixin:
         while self.thread.is_alive():
             try:  # it may wait for room
                 self.queue.get(timeout=0.05)
-            except queue.Empty:
+            except queue.Empty:  # noqa: S112 - it may be empty by now
                 continue
 
     def _async_worker(self) -> None:

@@ -132,7 +132,7 @@ def main() -> int:
         while status is None and not ending.is_set():
             try:
                 status = child.wait(0.1)
-            except subprocess.TimeoutExpired:
+            except subprocess.TimeoutExpired:  # noqa: S112 - it runs
                 continue
     finally:
         end_descendants(GRACE)

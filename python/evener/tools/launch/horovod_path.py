@@ -27,7 +27,7 @@ def describe() -> str:
     ):
         try:
             return text.format(importlib.metadata.version(distribution))
-        except importlib.metadata.PackageNotFoundError:
+        except importlib.metadata.PackageNotFoundError:  # noqa: S112 - it is not installed
             continue
     return ""
 
@@ -41,7 +41,7 @@ def put_in_place(python_path: str) -> tuple[str, str]:
     try:
         version = importlib.metadata.version("horovod")
         note += f"; the installed upstream Horovod {version} is not used in this job"
-    except importlib.metadata.PackageNotFoundError:
+    except importlib.metadata.PackageNotFoundError:  # noqa: S110 - there is none to name
         pass
     return os.pathsep.join([str(ALIAS), *others]), note
 

@@ -32,7 +32,7 @@ def keep(folder: Path, files: Mapping[str, str]) -> Path:
             with zipfile.ZipFile(path, "x", zipfile.ZIP_DEFLATED) as archive:
                 for name, text in sorted(files.items()):
                     archive.writestr(name, text)
-        except FileExistsError:
+        except FileExistsError:  # noqa: S112 - taken: the next name
             continue
         return path
     raise FileExistsError(f"{_TRIES} bundles of one second")

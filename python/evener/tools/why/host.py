@@ -259,7 +259,7 @@ def main() -> int:
     try:
         while not ended.wait(_PERIOD * 2):
             say({"ranks": host.look()})
-    except BrokenPipeError:
+    except BrokenPipeError:  # noqa: S110 - the launcher is gone
         pass
     finally:
         # Ranks that end just now still write; after a killed launcher they end a little later.

@@ -41,7 +41,7 @@ def find_port(server_factory: Callable[[tuple[str, int]], Any]) -> tuple[Any, in
         port = random.randint(1024, 65535)
         try:
             return server_factory(("", port)), port
-        except OSError:
+        except OSError:  # noqa: S112 - taken: the next one
             continue
     raise OSError("no port is free")
 

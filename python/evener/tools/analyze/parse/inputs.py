@@ -312,13 +312,13 @@ def _zstd(raw: _Peeked, name: Path) -> Any:
         from compression import zstd  # type: ignore[import-not-found]
 
         return zstd.ZstdFile(raw)
-    except ImportError:
+    except ImportError:  # noqa: S110 - of Python 3.14
         pass
     try:
         import zstandard  # type: ignore[import-not-found]
 
         return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-    except ImportError:
+    except ImportError:  # noqa: S110 - the program zstd is left
         pass
     tool = shutil.which("zstd")
     if tool is None:

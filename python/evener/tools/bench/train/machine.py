@@ -74,7 +74,7 @@ def versions() -> dict[str, str]:
     for package in ("torch", "torchvision", "triton"):
         try:
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+        except importlib.metadata.PackageNotFoundError:  # noqa: S112 - it is not installed
             continue
     commit = _commit()
     if commit:
@@ -87,7 +87,7 @@ def _cpu() -> str:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("model name", "Model")):
                 return line.partition(":")[2].strip()
-    except OSError:
+    except OSError:  # noqa: S110 - another name follows
         pass
     return platform.processor() or platform.machine()
 
