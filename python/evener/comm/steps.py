@@ -173,6 +173,11 @@ class Steps:
                     profile.save(Path(self._path))
                 except OSError as error:  # a job does not end for it
                     logger.warning("no profile: %s cannot be written: %s", self._path, error)
+        elif self._path and self.reducer.communicators.rank == 0:
+            logger.warning(
+                "no profile: %s is not written, because backward went round the model's forward",
+                self._path,
+            )
         if self.planner is not None:
             self.planner.decide(profile, self.overlap)
         elif self.overlap is not None:

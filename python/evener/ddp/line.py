@@ -153,6 +153,7 @@ def accelerate(
             ratio=ratio,
             bucket_bytes=_BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         )
+        say_idle("local steps have no profile", settings.EVENER_PROFILE)
         # What comes over many rounds is a momentum already: `evener.comm.rounds`.
         late = bool(forms.described(options.wire).late)
         options = dataclasses.replace(
