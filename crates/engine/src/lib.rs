@@ -199,6 +199,16 @@ impl Engine {
             let instance = instance.map_err(|e| Error::System("epoll", e))?;
             engine.spawn(format!("evener-udp-{index}"), move || instance.run())?;
         }
+        if let Some((nic, error)) = nics::unsteered(&shared.nics) {
+            shared.log(
+                Level::Warn,
+                &format!(
+                    "no socket can be bound to {} ({error}): NICs of one subnet all send by the \
+                     one that the routing table names",
+                    nic.name
+                ),
+            );
+        }
         let nics: Vec<String> = shared
             .nics
             .iter()

@@ -134,6 +134,24 @@ fn speed(name: &str) -> Option<u32> {
         .filter(|speed| *speed > 0)
 }
 
+/// Of several NICs the first to which no socket may be bound, and what the kernel says: without
+/// that, those of one subnet leave by whichever the routing table names.
+pub fn unsteered(nics: &[Nic]) -> Option<(&Nic, std::io::Error)> {
+    use socket2::{Domain, Socket, Type};
+    let bind = |nic: &Nic| {
+        let socket = Socket::new(
+            Domain::for_address((nic.address, 0).into()),
+            Type::DGRAM,
+            None,
+        )?;
+        socket.bind_device(Some(nic.name.as_bytes()))
+    };
+    let several = if nics.len() > 1 { nics } else { &[] };
+    several
+        .iter()
+        .find_map(|nic| bind(nic).err().map(|error| (nic, error)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -185,5 +203,22 @@ mod tests {
     fn loopback_is_used_where_there_is_nothing_else() {
         let nics = choose(&[interface("lo", 1, "127.0.0.1")], None, Family::Any);
         assert_eq!(nics[0].name, "lo");
+    }
+
+    #[test]
+    fn a_nic_that_no_socket_may_be_bound_to_is_named() {
+        let nic = |name: &str| Nic {
+            name: name.into(),
+            index: 1,
+            address: "127.0.0.1".parse().unwrap(),
+            speed: 1,
+            known: false,
+        };
+        let nics = [nic("lo"), nic("nothere0")];
+        let (found, error) = unsteered(&nics).unwrap();
+        assert_eq!(found.name, "nothere0");
+        assert_eq!(error.raw_os_error(), Some(libc::ENODEV));
+        // With one there is nothing to choose.
+        assert!(unsteered(&nics[1..]).is_none());
     }
 }
