@@ -360,6 +360,7 @@ def test_a_job_ends_with_the_first_failure_when_too_few_are_left(job: Path) -> N
     [
         (["-np", "2", "--min-np", "1", "-H", "ha:2"], "two hosts or more"),
         (["-np", "2", "--min-np", "3", "-H", "ha:1,hb:2"], "contradict each other"),
+        (["--slots-per-host", "2", "-np", "2"], "--slots-per-host 2 is for hosts that a script"),
         (["-np", "2", "--reset-limit", "3", "-H", "ha:2"], "for elastic jobs"),
         (["-np", "2", "--min-np", "1", "--mpi", "-H", "ha:1,hb:1"], "ends all ranks"),
         (["-np", "1", "--host-discovery-script", "./rsh"], "printed|status"),

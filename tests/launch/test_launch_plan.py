@@ -4,10 +4,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import UsageError
+from evener.tools.launch.command import launch
 from evener.tools.launch.hosts import Host, is_local, parse_hostfile, parse_hosts, place
 from evener.tools.launch.job import (
     _MPIRUN_5_TAG,
@@ -132,6 +134,14 @@ def test_mpirun(major: int, expected: list[str]) -> None:
 )
 def test_open_mpi_versions(text: str, major: int) -> None:
     assert open_mpi_major(text) == major
+
+
+@pytest.mark.parametrize("option", ["--mpi-args=-v", "--binding-args=", "--master-port=29500"])
+def test_options_that_an_elastic_job_has_nothing_for_are_refused(option: str) -> None:
+    done = CliRunner().invoke(launch, ["--min-np", "1", "-H", "ha,hb", option, "true"])
+    name, _, value = option.partition("=")
+    assert isinstance(done.exception, UsageError)
+    assert done.exception.problem.startswith(f"{name} {value} and an elastic job")
 
 
 @pytest.mark.parametrize(

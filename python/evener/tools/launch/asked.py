@@ -85,6 +85,23 @@ class Asked:
                 "--ddp and an elastic job: torch's process groups do not change while ranks live",
                 "leave --min-np, --max-np and --host-discovery-script out, and save checkpoints",
             )
+        if self.is_elastic:
+            for option, given in (
+                ("--mpi-args", self.mpi_args),
+                ("--binding-args", self.binding_args),
+                ("--master-port", self.master_port),
+            ):
+                if given is not None:
+                    raise UsageError(
+                        f"{option} {given} and an elastic job: Evener starts its ranks, and they "
+                        "meet anew whenever one comes or goes",
+                        f"leave {option} out",
+                    )
+        if self.slots_per_host != 1 and not self.host_discovery_script:
+            raise UsageError(
+                f"--slots-per-host {self.slots_per_host} is for hosts that a script names",
+                "give --host-discovery-script too, or write HOST:SLOTS",
+            )
         bounds = self.reset_limit is not None or self.elastic_timeout is not None
         if not self.is_elastic and (bounds or self.cooldown):
             raise UsageError(
