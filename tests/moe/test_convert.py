@@ -136,3 +136,11 @@ def test_a_form_that_ours_has_not_is_refused_and_nothing_is_changed() -> None:
         moe.convert(nn.Linear(2, 2))
     model[0].has_bias = False
     assert isinstance(moe.convert(model)[0], moe.Experts)
+
+
+def test_a_capacity_holds_for_our_own_experts_and_one_that_cannot_be_is_refused() -> None:
+    model = moe.MoE(8, 8, 4, 2)
+    assert moe.convert(model, capacity=1.5).experts.capacity == 1.5
+    with pytest.raises(UsageError, match="capacity=-1"):
+        moe.convert(model, capacity=-1.0)
+    assert model.experts.capacity == 1.5

@@ -16,7 +16,7 @@ from torch import nn
 
 from evener.base.given import given
 from evener.errors import UsageError
-from evener.moe.layer import Experts, MoE
+from evener.moe.layer import Experts, MoE, check_capacity
 from evener.moe.spread import spread
 
 # What transformers says of a form of experts, what ours needs it to be, and else why not.
@@ -89,14 +89,16 @@ def convert(
             f"{type(model).__name__} has no experts as stacked matrices",
             "give a mixture of experts of transformers 5 (Mixtral, Qwen3-MoE, DeepSeek-V3 ...)",
         )
+    check_capacity(capacity)
     made = [(name, _checked(name, module)) for name, module in theirs]
     for name, ours in made:
-        if capacity is not None:
-            ours.capacity = capacity
         parent, _, last = name.rpartition(".")
         if not last or not name:
             raise UsageError("these are experts alone", "give the model that has them")
         setattr(model.get_submodule(parent), last, ours)
+    for module in model.modules():
+        if isinstance(module, Experts) and capacity is not None:
+            module.capacity = capacity
     if ep == 1 and not options:
         return model
     spread(model, ep, **options)

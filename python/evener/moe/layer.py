@@ -22,6 +22,12 @@ from evener.moe.router import Router, Score, load_balancing_loss
 from evener.moe.turns import part
 
 
+def check_capacity(capacity: float | None) -> None:
+    """Raises UsageError for one that cannot be."""
+    if capacity is not None and not 0 < capacity < math.inf:
+        raise UsageError(f"capacity={capacity}", "give a factor above 0, or None")
+
+
 class Experts(nn.Module):
     """`experts` gated feed-forward networks: down(act(gate x) * up x), as stacked matrices.
 
@@ -38,8 +44,7 @@ class Experts(nn.Module):
         super().__init__()
         if min(width, inner, experts) < 1:
             raise UsageError(f"width={width}, inner={inner}, experts={experts}", "give 1 or more")
-        if capacity is not None and not 0 < capacity < math.inf:
-            raise UsageError(f"capacity={capacity}", "give a factor above 0, or None")
+        check_capacity(capacity)
         self.num_experts, self.capacity = experts, capacity
         self.activation = activation
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
