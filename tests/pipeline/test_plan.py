@@ -256,6 +256,7 @@ def test_what_cannot_be_planned_is_said() -> None:
         ({"stages": 2, "memory": "12 parsecs"}, "is not a size"),
         ({"stages": 2, "memory": ["1GB"]}, "of 1 ranks"),
         ({"stages": 2, "optimizer": "lion"}, "not known"),
+        ({"stages": 2, "recompute": "no"}, "recompute='no'"),
         ({"pipes": 2}, "pipes"),
     ):
         with pytest.raises(UsageError, match=said):

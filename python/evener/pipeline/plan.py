@@ -370,7 +370,9 @@ def _microbatch_counts(options: Options, rows: int) -> list[int]:
 def _recomputes(options: Options) -> tuple[bool, ...]:
     if options.recompute == "auto":
         return (False, True)
-    return (bool(options.recompute),)
+    if not isinstance(options.recompute, bool):
+        raise UsageError(f"recompute={options.recompute!r}", "give True, False or 'auto'")
+    return (options.recompute,)
 
 
 def _writes_buffers(captured: Captured) -> bool:
