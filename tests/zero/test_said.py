@@ -12,6 +12,7 @@ from torch import nn
 
 from evener import zero
 from evener.errors import UsageError
+from evener.zero import schedule
 from evener.zero.activations import Offload
 from evener.zero.device import SimulatedDevice
 from evener.zero.host import HostMemory
@@ -83,14 +84,30 @@ def test_units_that_cannot_be_run_before_the_plan(caplog: pytest.LogCaptureFixtu
     assert "evener.rehearse = true: no unit is run before the plan: there is no GPU" in caplog.text
 
 
+def test_a_device_that_is_not_known_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"evener\.device = 'cuda:1'"):
+        zero.initialize(model=Model(), config={"evener": {"device": "cuda:1"}}, resident=set())
+
+
+def test_a_schedule_decays_to_its_least_rate() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    params = {"warmup_min_lr": 0.02, "warmup_max_lr": 0.1, "warmup_num_steps": 4}
+    made = schedule.make(optimizer, "WarmupDecayLR", {**params, "total_num_steps": 12})
+    rates = []
+    for _ in range(14):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        made.step()
+    assert rates[0] == pytest.approx(0.02) and max(rates) == pytest.approx(0.1)
+    assert rates[8] == pytest.approx(0.06) and rates[12:] == pytest.approx([0.02, 0.02])
+
+
 def test_what_a_checkpoint_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = start(Model())
     saved = zero.save_checkpoint(engine, tmp_path)
     engine.close()
-    schedule: dict[str, Any] = {
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
-    }
-    engine = start(Model(), **schedule)
+    changes: dict[str, Any] = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}}
+    engine = start(Model(), **changes)
     zero.load_checkpoint(engine, tmp_path)
     assert "holds no learning rate schedule" in caplog.text
     meta = json.loads((saved / "meta.json").read_text(encoding="utf-8"))

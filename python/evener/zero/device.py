@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from evener.errors import UsageError
 from evener.zero.meter import Ledger, Meter
 
 GROWTH = 20 << 20
@@ -307,7 +308,12 @@ class CudaDevice:
 
 def pick(name: str = "auto") -> Device:
     """`auto`: CUDA where there is a GPU, else the simulated device; `cpu` or `cuda` by name;
-    `simulated`: host memory whose use is counted and limited by the budget."""
+    `simulated`: host memory whose use is counted and limited by the budget. Raises UsageError."""
+    if name not in ("auto", "cuda", "cpu", "simulated"):
+        raise UsageError(
+            f"evener.device = {name!r}",
+            "give auto, cuda, cpu or simulated; torch.cuda.set_device says which GPU",
+        )
     if name == "simulated":
         return SimulatedDevice(counted=True)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):

@@ -12,7 +12,8 @@ from evener.errors import UsageError
 
 
 def make(optimizer: torch.optim.Optimizer, kind: str, params: dict[str, Any]) -> LambdaLR:
-    """WarmupLR, WarmupDecayLR (to 0, linearly) or WarmupCosineLR, by DeepSpeed's parameters."""
+    """WarmupLR, WarmupDecayLR (down to warmup_min_lr, linearly) or WarmupCosineLR, by DeepSpeed's
+    parameters."""
     known = {
         "WarmupLR": {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"},
         "WarmupDecayLR": {
@@ -52,7 +53,7 @@ def make(optimizer: torch.optim.Optimizer, kind: str, params: dict[str, Any]) ->
             return 1.0
         share = min(1.0, (step - warm) / max(1, total - warm))
         if kind == "WarmupDecayLR":
-            return 1.0 - share
+            return low + (1 - low) * (1 - share)
         floor = float(params.get("cos_min_ratio", 1e-4))
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
 
