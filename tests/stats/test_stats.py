@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.comm.scripts import heard
 from tests.net.test_net_command import RECORD as NET
 
 from evener.base import records
@@ -95,6 +96,15 @@ def test_json_and_prometheus(job: Path) -> None:
             assert match[1] in kinds
     samples = [line.rpartition(" ")[0] for line in text.splitlines() if line[0] != "#"]
     assert len(samples) == len(set(samples)), "a series stands there twice"
+
+
+def test_a_record_of_another_version_is_left_out_and_said(job: Path) -> None:
+    path = job / "comm-node0-r0-9.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    with heard() as said:
+        for _ in range(2):
+            assert len(records.read(job)) == 5
+    assert said.lines == [f"{path} is left out: a record of version 2, and this reads 1"]
 
 
 def test_what_is_missing_is_said(job: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.base import settings
-from evener.base.log import logger
+from evener.base.log import logger, once
 from evener.errors import UsageError
 
 VERSION = 1
@@ -131,7 +131,11 @@ def _record(path: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(record, dict) or record.get("version") != VERSION:
+    if not isinstance(record, dict):
+        return None
+    if (version := record.get("version")) != VERSION:
+        if {"pid", "host", "rank"} <= set(record):
+            once(f"{path} is left out: a record of version {version}, and this reads {VERSION}")
         return None
     if not isinstance(record.get("host"), str) or not isinstance(record.get("rank"), int | None):
         return None
