@@ -34,9 +34,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
-from evener.base import settings, torch_names
+from evener.base import log, settings, torch_names
 from evener.base.given import given
-from evener.base.log import say_idle
 from evener.comm import forms
 from evener.comm.mirrors import checksum
 from evener.comm.options import Options
@@ -98,13 +97,12 @@ def accelerate(
     groups = _groups(model)
     if getattr(model, "evener", None) is not None:
         raise UsageError("the model is accelerated already", "call accelerate() once")
-    if dist.get_rank() == 0:
-        say_idle("models of FSDP2 take no local steps", settings.EVENER_EVERY)
+    log.begin(dist.get_rank())
+    log.say_idle("models of FSDP2 take no local steps", settings.EVENER_EVERY)
     if replicate is None and not any(_replicated(group) for _, group in groups):
         refuse_for_replicas({"floor": floor, "ratio": ratio, "warmup_steps": warmup_steps}, model)
         _refuse_meta(model)
-        if dist.get_rank() == 0:
-            say_idle("FSDP2 shards this model over all ranks", *_OF_REPLICAS)
+        log.say_idle("FSDP2 shards this model over all ranks", *_OF_REPLICAS)
         device = groups[0][1].device
         sharded = Sharded(groups, mode or "exact", mirror or "host", device)
         object.__setattr__(model, "evener", sharded)
