@@ -1,7 +1,7 @@
 """Twelve kinds of fault in jobs of three ranks: does the watch name the right rank and kind?
 
     python benchmarks/why_faults.py --runs 10 [--kinds stop,kill] [--programs ddp,fsdp2]
-    python benchmarks/why_faults.py --nccl --ras      # on three GPUs, NCCL's RAS asked beside it
+    python benchmarks/why_faults.py --nccl --jobs 4   # on three GPUs, with other readers beside it
 
 Each run forks three ranks off a process that has imported torch (a run takes seconds, and not the
 time of three imports), lets them train, breaks one of them, and takes the first verdict that the
@@ -10,7 +10,9 @@ fault. `quiet` breaks nothing: any verdict is a false alarm.
 
 The ranks of `link` and `one-way` live in network namespaces of their own, joined by a bridge;
 `memory` runs in a memory cgroup; `shm` sees a small /dev/shm. These need root. With `--nccl` DDP
-and FSDP2 run on GPUs, with the kinds that need neither.
+and FSDP2 run on GPUs, with the kinds that need neither. At each verdict NCCL's RAS is asked then,
+and every rank that can for its flight recorder's dump; torch's `torchfrtrace` reads the dumps, and
+so does `evener analyze`, which has nothing else there.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ import tempfile
 import threading
 import time
 import traceback
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +65,15 @@ KINDS = {
 PROGRAMS = ("ddp", "fsdp2", "horovod", "pipeline")
 NCCL_PROGRAMS = ("nccl-ddp", "nccl-fsdp2")
 NCCL_KINDS = ("kill", "stop", "order", "shape", "slow", "loader", "exception", "quiet")
+BLAMED = {
+    "title": r"^.*?\branks? (\d+(?:(?:, | and )\d+)*)",
+    "ras": r"Rank (\d+) (?:--|has launched)",
+    "torchfrtrace": r"(?:Culprit rank |missing ranks: \{|dumps from ranks \(\{)([\d, ]+)",
+    "analyze": r"^.*?\branks? (\d+(?:(?:, | and )\d+)*)",
+}
+"""How a reader writes which ranks it blames; `title` is what the watch said."""
+MISMATCHES = {"order": "COLLECTIVE_TYPE_MISMATCH", "shape": "SIZE_OR_SYNTAX_MISMATCH"}
+"""How torchfrtrace names a kind; it has no word for the others."""
 
 
 # --- what a rank runs ---
@@ -235,6 +248,10 @@ def be_rank(
             LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="10.77.0.1" if network else "127.0.0.1",
             EVENER_LAUNCH_WATCH=str(folder / "rings"), GLOO_SOCKET_IFNAME="e0" if network else "lo",
             NCCL_NVLS_ENABLE="0", NCCL_RAS_ADDR=f"127.0.0.1:{port + 1}",
+            TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_TRACE_BUFFER_SIZE="2000",
+            TORCH_NCCL_DUMP_ON_TIMEOUT="1", TORCH_NCCL_COORD_CHECK_MILSEC="100",
+            TORCH_FR_DUMP_TEMP_FILE=f"{folder}/dumps/rank_",
+            TORCH_NCCL_DEBUG_INFO_PIPE_FILE=f"{folder}/dump.",
         )  # fmt: skip
         if network:
             enter_network(rank, folder)
@@ -340,11 +357,41 @@ class Network:
 # --- one run ---
 
 
-def run(program: str, kind: str, who: int, ras: bool = False) -> dict[str, Any]:
-    """One job with one fault: what was said, and when; `ras`: what NCCL's RAS says then."""
+def dump(folder: Path) -> None:
+    """Have each rank that can write its flight recorder's dump, as torch lets one ask from outside:
+    not the dead, and not the stopped."""
+    for pipe in folder.glob("dump.*.pipe"):
+        with contextlib.suppress(OSError):  # nobody reads a dead rank's
+            asked = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            os.write(asked, b"1")
+            os.close(asked)
+    time.sleep(4.0)
+
+
+def read_dumps(folder: Path) -> dict[str, Any]:
+    """Whose dumps there are, and what two programs say of them."""
+    from evener.tools.why.bundle import Verdict
+
+    ranks = sorted(int(path.name.removeprefix("rank_")) for path in folder.iterdir())
+    if not ranks:
+        return {"dumps": ranks}
+    words = ["-m", "torch.distributed.flight_recorder.fr_trace", "--allow-incomplete-ranks"]
+    done = subprocess.run(
+        [sys.executable, *words, "--prefix", "rank_", str(folder)], capture_output=True, text=True
+    )
+    first = Verdict(folder).first
+    return {
+        "dumps": ranks, "torchfrtrace": (done.stdout + done.stderr)[:2000],
+        "analyze": first.title if first else "", "analyze_id": first.id if first else "",
+    }  # fmt: skip
+
+
+def run(program: str, kind: str, who: int) -> dict[str, Any]:
+    """One job with one fault: what was said, and when; and over NCCL, what other readers say."""
     from evener.tools.why import Watch
     from evener.tools.why.ras import ask
 
+    nccl = program in NCCL_PROGRAMS
     folder = Path(tempfile.mkdtemp(prefix="evener-faults-"))
     lines: dict[int, list[str]] = {rank: [] for rank in range(RANKS)}
     said: list[tuple[float, str]] = []
@@ -352,13 +399,14 @@ def run(program: str, kind: str, who: int, ras: bool = False) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     network = Network(folder) if kind in ("link", "one-way") else None
+    (folder / "dumps").mkdir()
     pids: dict[int, int] = {}
     readers = []
     for rank in range(RANKS):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
-            if program in NCCL_PROGRAMS:  # CUDA does not live through a fork
+            if nccl:  # CUDA does not live through a fork
                 given = [str(x) for x in (rank, program, kind, who, folder, port, write)]
                 os.set_inheritable(write, True)
                 os.execv(sys.executable, [sys.executable, __file__, "--rank", *given])
@@ -392,7 +440,10 @@ def run(program: str, kind: str, who: int, ras: bool = False) -> dict[str, Any]:
         if first and not said:
             time.sleep(0.3)
             watch.failed({}, folder, first)
-        asked = ask(("127.0.0.1", port + 1)) if ras else ""
+        found = _found(folder)
+        asked = {"ras": ask(("127.0.0.1", port + 1))} if nccl else {}
+        if nccl:
+            dump(folder)
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -409,14 +460,14 @@ def run(program: str, kind: str, who: int, ras: bool = False) -> dict[str, Any]:
         mark = float((folder / "mark").read_text())
     except (OSError, ValueError):
         mark = begun
-    found = _found(folder)
     steps = "\n".join(lines[who][-6:])
+    if nccl:
+        asked |= read_dumps(folder / "dumps")
     shutil.rmtree(folder, ignore_errors=True)
     return {
         "program": program, "kind": kind, "who": who, "id": found[0], "title": found[1],
         "seconds": round(said[0][0] - mark, 2) if said else None,
-        "text": said[0][1] if said else "", "tail": steps if not said else "",
-        "ras": asked,
+        "text": said[0][1] if said else "", "tail": steps if not said else "", **asked,
     }  # fmt: skip
 
 
@@ -435,12 +486,19 @@ def _found(folder: Path) -> tuple[str, str]:
     return "", ""
 
 
+def blamed(one: dict[str, Any], reader: str) -> set[int]:
+    """The ranks that the first line of a reader's text blames that blames any."""
+    for line in one.get(reader, "").splitlines():
+        if found := re.findall(BLAMED[reader], line):
+            return {int(rank) for rank in re.findall(r"\d+", " ".join(found))}
+    return set()
+
+
 def right(one: dict[str, Any]) -> bool:
     """Whether the first verdict names the rank and the kind."""
     if one["kind"] == "quiet":
         return not one["text"]
-    named = re.search(rf"\branks? (?:\d+(?:, | and ))*{one['who']}\b", one["title"])
-    return one["id"] in KINDS[one["kind"]] and bool(named)
+    return one["id"] in KINDS[one["kind"]] and one["who"] in blamed(one, "title")
 
 
 def main() -> int:
@@ -454,7 +512,7 @@ def main() -> int:
     parser.add_argument("--programs", default=",".join(PROGRAMS))
     parser.add_argument("--seconds", type=float, default=1e9, help="Stop after this long.")
     parser.add_argument("--nccl", action="store_true", help="on three GPUs")
-    parser.add_argument("--ras", action="store_true", help="ask NCCL's RAS at each verdict")
+    parser.add_argument("--jobs", type=int, default=1, help="This many side by side.")
     parser.add_argument("-v", "--verbose", action="store_true")
     args = parser.parse_args()
     if args.nccl:
@@ -471,30 +529,33 @@ def main() -> int:
     torch.set_num_threads(1)
     end = time.monotonic() + args.seconds
     done: list[dict[str, Any]] = []
-    cells = [(k, p) for k in args.kinds.split(",") for p in args.programs.split(",")]
-    for number in range(args.runs):
-        for kind, program in cells:
-            if time.monotonic() > end:
-                break
-            one = run(program, kind, random.randrange(RANKS), args.ras)
+    cells = [(k, p) for k in args.kinds.split(",") for p in args.programs.split(",")] * args.runs
+    with ProcessPoolExecutor(args.jobs, get_context("fork")) as pool:
+        for one in pool.map(run_before, *zip(*((end, *cell) for cell in cells), strict=True)):
+            if one is None:
+                continue
             one["right"] = right(one)
             if one["right"]:
                 one["text"] = one["text"].partition("\n")[0]
             done.append(one)
             print(
-                f"{number} {kind:9} {program:9} rank {one['who']} "
+                f"{len(done)} {one['kind']:9} {one['program']:9} rank {one['who']} "
                 f"{'right' if one['right'] else 'WRONG'} {one['seconds']} {one['id']}: "
                 f"{one['title']}",
                 flush=True,
             )
             if args.verbose and not one["right"]:
                 print(one["text"], one["tail"], sep="\n")
-    # Naming the GPUs starts CUDA here, which no later fork could use.
-    record = harness.record(args, ranks=RANKS, floor_s=FLOOR, runs=done)
-    record["table"] = table(done).splitlines()
+    tables = table(done) + ("\n\n" + readers(done) if args.nccl else "")
+    record = harness.record(args, ranks=RANKS, floor_s=FLOOR, runs=done, table=tables.splitlines())
     harness.write(args.json, json.loads(json.dumps(record).replace(f"{Path.cwd()}/", "")))
-    print(table(done))
+    print(tables)
     return 0
+
+
+def run_before(end: float, kind: str, program: str) -> dict[str, Any] | None:
+    """A run whose rank is drawn; none after `end`."""
+    return run(program, kind, random.randrange(RANKS)) if time.monotonic() < end else None
 
 
 def table(done: list[dict[str, Any]]) -> str:
@@ -510,6 +571,28 @@ def table(done: list[dict[str, Any]]) -> str:
             cells.append(f"{sum(o['right'] for o in ones)}/{len(ones)}{middle}" if ones else "")
         rows.append([kind, *cells])
     return harness.show(["fault", *programs], rows)
+
+
+def readers(done: list[dict[str, Any]]) -> str:
+    """In how many runs each other reader names the rank and, of dumps alone, the kind; where
+    nothing is wrong, in how many it names any rank."""
+    rows = []
+    for kind in dict.fromkeys(one["kind"] for one in done):
+        ones = [one for one in done if one["kind"] == kind]
+        ranks = [
+            sum(one["who"] in found if kind in KINDS else bool(found) for one in ones
+                for found in [blamed(one, reader)])
+            for reader in ("ras", "torchfrtrace", "analyze")
+        ]  # fmt: skip
+        kinds = [
+            sum(
+                MISMATCHES.get(kind, "no such word") in one.get("torchfrtrace", "") for one in ones
+            ),
+            sum(one.get("analyze_id") in KINDS.get(kind, ()) for one in ones),
+        ]
+        rows.append([kind, len(ones), ranks[0], ranks[1], kinds[0], ranks[2], kinds[1]])
+    heads = ("ras: rank", "torchfrtrace: rank", "kind", "analyze of the dumps: rank", "kind")
+    return harness.show(["fault", "runs", *heads], rows)
 
 
 if __name__ == "__main__":

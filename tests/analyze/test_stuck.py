@@ -218,6 +218,10 @@ def test_dumps_in_which_everybody_is_inside(tmp_path: Path) -> None:
     per_rank = {r: [made.entry(1), made.entry(2, state="started")] for r in range(4)}
     assert "all 4 ranks" in dumps(tmp_path, per_rank)[0]  # type: ignore[index]
     per_rank.pop(3)
+    said, findings = dumps(tmp_path, per_rank)  # type: ignore[misc]
+    assert "rank 3 never joined all_reduce 2" in said
+    assert "timed out" not in said  # no dump says so
+    assert "rank 3 left no dump" in findings[0].detail
     per_rank.pop(2)
     assert "not decided" in dumps(tmp_path, per_rank)[0]  # type: ignore[index]
 

@@ -97,14 +97,23 @@ def _missing(culprit: Culprit, size: int) -> Finding:
         )
         detail = f"The numbers of {culprit.source} say so. "
     elif culprit.kind == "silent":
-        title = f"{who} never joined {op}: {others} waited in it{waited(culprit)} and timed out"
-        detail = (
+        title = f"{who} never joined {op}: {others} waited in it{waited(culprit)}"
+        some = (
             f"{count(len(culprit.waiting), 'rank')} of "
-            f"{size or len(culprit.waiting) + len(culprit.ranks)} "
-            f"say that they waited, {who} {'says' if len(culprit.ranks) == 1 else 'say'} "
-            f"nothing of "
-            "it: a rank that waits complains, the one that is missing does not. "
+            f"{size or len(culprit.waiting) + len(culprit.ranks)}"
         )
+        if culprit.source == "flight recorders":
+            detail = (
+                f"The flight recorders of {some} hold it unfinished, and {who} left no dump: a "
+                "rank that was killed or is stopped writes none. "
+            )
+        else:
+            title += " and timed out"
+            detail = (
+                f"{some} say that they waited, {who} "
+                f"{'says' if len(culprit.ranks) == 1 else 'say'} nothing of it: a rank that waits "
+                "complains, the one that is missing does not. "
+            )
     else:
         title = f"{who} never joined {op}: {others} waited in it{waited(culprit)}"
         detail = f"{culprit.source.capitalize()} say so. "
