@@ -7,9 +7,9 @@ short: what is added weighs most there. Each pair is one span of steps watched a
 same processes, in an order that alternates: the ring is taken away and given back, and the thread
 sleeps where there is none. The ratio of a pair cancels what changes slowly on a shared machine; the
 median of the pairs is reported, with its interval of 95% (by ranks) and the quartiles of the pairs:
-many short pairs tell more than few long ones. Marks are also timed by themselves, which bounds the
-cost where the spans are noisier than it. The ratio of CPU seconds is reported too: where other
-programs take the cores, it stays what it is.
+many short pairs tell more than few long ones. The mark of a step is also timed by itself, which
+bounds the cost where the spans are noisier than it. The ratio of CPU seconds is reported too: where
+other programs take the cores, it stays what it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -38,6 +40,7 @@ def rank_main(
     )  # fmt: skip
     import torch
     import torch.distributed as dist
+    from torch.optim.optimizer import _global_optimizer_post_hooks
     from torch.utils.data import DataLoader, TensorDataset
 
     from evener.watch import inside
@@ -86,27 +89,25 @@ def rank_main(
         plain_steps.append(found[False][0])
     inside.writer = ring
     assert ring is not None
+    mark = list(_global_optimizer_post_hooks.values())[-1]
     begin = time.perf_counter()
     for _ in range(20000):
-        ring.enter()
-        ring.leave()
-        ring.step()
+        mark(optimizer, (), {})
     marks = (time.perf_counter() - begin) / 20000
     cold: dict[bool, list[int]] = {True: [], False: []}
     for turn in range(600):  # after a step the marks' code and data are not in the caches
         span(1)
         start = time.perf_counter_ns()
         if turn % 2:
-            ring.enter()
-            ring.leave()
-            ring.step()
+            mark(optimizer, (), {})
         cold[bool(turn % 2)].append(time.perf_counter_ns() - start)
     after_step = (median(cold[True]) - median(cold[False])) / 1e9
-    groups = inside._groups()
+    groups, loader = inside._groups(), inside._Loader()
     begin = time.perf_counter()
     for _ in range(2000):
-        inside._groups()
-        inside._communicates(sys._current_frames().get(0))
+        frame = sys._current_frames()[threading.get_ident()]
+        ring.loader(*loader.look(time.monotonic(), frame))
+        ring.state({"groups": inside._groups(), "waiting": inside._communicates(frame)})
     beat = (time.perf_counter() - begin) / 2000
     begin = time.perf_counter()
     inside._answer(folder, 99, groups, False)
@@ -152,6 +153,8 @@ def main() -> int:
             if pid == 0:
                 try:
                     rank_main(rank, args.ranks, port, folder, args.pairs, args.seconds, args.device)
+                except Exception:  # noqa: BLE001 - a rank says what ended it
+                    traceback.print_exc()
                 finally:
                     os._exit(1)
             pids.append(pid)

@@ -82,8 +82,7 @@ def test_a_writer_killed_in_the_middle_leaves_a_whole_state(tmp_path: Path, turn
             number += 1
             writer.state({"n": number, "again": number, "fill": "x" * (number % 9000)})
             writer.mark("all_reduce", "0", number, number)
-            writer.enter()
-            writer.leave()
+            writer.loader(number, float(number), float(number))
             writer.step()
     end = time.monotonic() + 10
     while time.monotonic() < end:

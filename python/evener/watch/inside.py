@@ -1,12 +1,12 @@
-"""What runs in a watched rank: a few marks, and a thread that mostly sleeps.
+"""What runs in a watched rank: a mark at the end of an optimizer's step, and a thread that mostly
+sleeps.
 
-Marks are where they cost nothing: around the data loader's next batch, and at the end of an
-optimizer's step. What collectives a rank issued is kept by torch itself: its flight recorder is on
-by default, for NCCL and for Gloo. So no collective is wrapped, and the program runs torch's own
-code.
+The rest is counted by torch itself: how many batches a data loader's iterator gave, how many
+operations a group issued; and its flight recorder, which has the operations, is on by default for
+NCCL and for Gloo. So neither is wrapped, and the program runs torch's own code.
 
-    twice a second   the thread writes how many operations each group has issued (a number that
-                     torch keeps) into the ring: that is how progress is seen from outside
+    twice a second   the thread writes these numbers into the ring, and whether the main thread is
+                     in its data loader: that is how progress is seen from outside
     on a question    (a byte in the pipe `rank.N.ask`) it writes the recorder's entries, all
                      threads' stacks and what Horovod waits for into `rank.N.answer`
     on a signal      faulthandler writes stacks into `rank.N.stack`, without the GIL, for a rank
@@ -32,6 +32,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -46,6 +47,7 @@ STACKS, TIMES = b"?", b"t"
 _PERIOD = 0.5
 _FRAMES = 40
 _ENTRIES = 400
+_LOADERS = ("/torch/utils/data/", "/torchdata/")
 _EXCHANGE = re.compile(r"/torch/distributed/|/horovod/|/evener/(?:comm|horovod|net)/")
 _GET_FLAGS, _UP, _LOOPBACK, _RUNNING = 0x8913, 0x1, 0x8, 0x40
 _RANKS = (
@@ -58,8 +60,10 @@ _RANKS = (
 writer: Writer | None = None
 """This rank's ring; None where it is not watched."""
 _compiling: Callable[[], bool] = bool
-"""torch.compiler.is_compiling. Kept: to look it up through torch is slow right after a step, when
-nothing of it is in the caches."""
+"""torch.compiler.is_dynamo_compiling. Kept: to look it up through torch is slow right after a step,
+when nothing of it is in the caches."""
+_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Of data loaders."""
 _sources: dict[str, Callable[[], list[str]]] = {}
 _kept: list[IO[str]] = []
 _started = threading.Lock()
@@ -117,25 +121,20 @@ def _forked() -> None:
 def _loader(module: Any) -> None:
     with contextlib.suppress(Exception):
         kind = module._BaseDataLoaderIter
-        inner = kind.__next__
+        inner = kind.__init__
 
-        def __next__(self: Any) -> Any:  # noqa: N807 - it is one
-            ring = writer
-            if ring is None:
-                return inner(self)
-            ring.enter()
-            try:
-                return inner(self)
-            finally:
-                ring.leave()
+        def __init__(self: Any, *given: Any, **named: Any) -> None:  # noqa: N807 - it is one
+            inner(self, *given, **named)
+            _iterators.add(self)
 
-        kind.__next__ = __next__
+        kind.__init__ = __init__
 
 
 def _optimizer(module: Any) -> None:
     def after(*_: Any) -> None:
-        if writer is not None and not _compiling():
-            writer.step()
+        ring = writer
+        if ring is not None and not _compiling():
+            ring.step()
 
     # It only looks: steps may be deferred all the same (evener.comm.overlap.optimizers).
     after.evener_observes = True  # type: ignore[attr-defined]
@@ -145,7 +144,7 @@ def _optimizer(module: Any) -> None:
 
 def _compiler(module: Any) -> None:
     global _compiling
-    _compiling = module.is_compiling
+    _compiling = module.is_dynamo_compiling
 
 
 # --- the thread ---
@@ -177,7 +176,7 @@ def _end(fd: int, thread: threading.Thread) -> None:
 
 def _serve(fd: int, folder: Path, rank: int) -> None:
     known: dict[str, Any] = {}
-    said, looks, waiting = 0.0, 0, 0
+    said, looks, waiting, loader = 0.0, 0, 0, _Loader()
     main = threading.main_thread().ident
     while True:
         asked, _, _ = select.select([fd], [], [], _PERIOD)
@@ -189,7 +188,9 @@ def _serve(fd: int, folder: Path, rank: int) -> None:
             now = time.monotonic()
             groups = _groups()
             looks += 1
-            waiting += _communicates(sys._current_frames().get(main or 0))
+            frame = sys._current_frames().get(main or 0)
+            waiting += _communicates(frame)
+            writer.loader(*loader.look(now, frame))
             if groups != known or now - said > 2.0:
                 known, said = groups, now
                 writer.state({"groups": groups, "looks": looks, "waiting": waiting})
@@ -200,6 +201,36 @@ def _serve(fd: int, folder: Path, rank: int) -> None:
                 _answer(folder, rank, groups, STACKS in asks)
         except Exception:  # noqa: BLE001, S112 - groups that come and go; the next turn looks again
             continue
+
+
+class _Loader:
+    """What is known of the data loader, by one look after the other."""
+
+    def __init__(self) -> None:
+        self._batches, self._given, self._since, self._seconds = 0, 0, 0.0, 0.0
+        self._last = time.monotonic()
+
+    def look(self, now: float, frame: Any) -> tuple[int, float, float]:
+        """As the ring has it. frame: where the main thread is."""
+        given = sum(one._num_yielded for one in list(_iterators))
+        moved = given != self._given
+        self._given, self._batches = given, self._batches + moved
+        if _loads(frame):
+            self._seconds += now - self._last
+            self._since = now if moved or not self._since else self._since
+        else:
+            self._since = 0.0
+        self._last = now
+        return self._batches, self._since, self._seconds
+
+
+def _loads(frame: Any) -> bool:
+    """Whether a thread is in a data loader."""
+    while frame is not None:
+        if any(part in frame.f_code.co_filename for part in _LOADERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _communicates(frame: Any) -> bool:

@@ -1,13 +1,14 @@
 """The ring: one file of 64 KiB per rank, mapped by the rank and read by anybody.
 
     head      who: rank, world, pid, host, when it started. Written once, before the magic number
-    progress  step, marks, place (in which known phase, since when), seconds in the data loader
+    progress  steps, marks, and what the watching thread saw of the data loader
     states    two places for a JSON document (groups and how far each is issued, what is unfinished)
     marks     the last 256 things that the rank entered or left
 
 The rank may be killed between any two bytes, so no reader trusts what it reads: a state and a mark
-carry a checksum, the progress a number before and after it. States are written in turns, so the
-older one is whole while the newer is written. The writer never waits, and takes no lock.
+carry a checksum. Progress is single words of eight bytes, each written and read whole, and each
+says something by itself. States are written in turns, so the older one is whole while the newer is
+written. The writer never waits, and takes no lock.
 """
 
 from __future__ import annotations
@@ -27,21 +28,13 @@ from typing import Any
 SIZE = 1 << 16
 _MAGIC = b"EVENERW1"
 _HEAD = struct.Struct("<8sIIII64sdd")  # magic, rank, world, pid, slots, host, wall, monotonic
-_PROGRESS = struct.Struct("<QQQQ24sdddQ")
-# number, step, marks, depth, place, since, last step, seconds in the data loader, number again
-# As words of eight bytes, which is how the writer puts them: a call of `struct` takes ten times as
-# long, and this is what a watched step pays for.
-_NUMBER, _STEP, _MARKS, _SINCE, _LAST_STEP, _LOADER, _AGAIN = 0, 1, 2, 7, 8, 9, 10
-_PLACE = slice(32, 56)
+_STEP, _MARKS, _BATCHES, _SINCE, _LOADER, _WORDS = 0, 1, 2, 3, 4, 5
 _STATE = struct.Struct("<IIddd")  # length, checksum, written at: wall, monotonic, CPU seconds
 _MARK = struct.Struct("<QdQ24s24sqq8s?7xI")
 # number, monotonic, step, what, group, sequence, elements, dtype, entered, checksum
 _PROGRESS_AT = 256
 _STATES_AT, _STATE_SIZE = 512, 12 << 10
 _MARKS_AT, _SLOTS = 512 + 2 * _STATE_SIZE, 256
-
-LOADER = b"data loader".ljust(24, b"\0")
-PROGRAM = bytes(24)
 
 
 @dataclass
@@ -70,11 +63,12 @@ class Seen:
     started: float
     step: int = 0
     marks: int = 0
-    place: str = ""
+    batches: int = 0
+    """Looks of the watching thread that saw new batches."""
     since: float = 0.0
-    last_step: float = 0.0
+    """Since when the rank waits for the same batch; 0: it does not."""
     loader: float = 0.0
-    """Seconds in the data loader so far."""
+    """Seconds in the data loader."""
     state: dict[str, Any] = field(default_factory=dict)
     state_wall: float = 0.0
     state_time: float = 0.0
@@ -84,7 +78,13 @@ class Seen:
 
 class Writer:
     """A rank's own ring. Not for several processes; marks of several threads may tear, and then
-    fail their checksum."""
+    fail their checksum.
+
+    A watched step pays for `step`, right after computation that took all caches: what it touches
+    counts, so there are slots, and it writes one word.
+    """
+
+    __slots__ = ("_map", "_marks", "_real", "_step", "_turn", "_whole")
 
     def __init__(self, path: Path, rank: int, world: int, host: str) -> None:
         """Raises FileExistsError where a living process has this ring, OSError as files do."""
@@ -108,11 +108,8 @@ class Writer:
             raise
         finally:
             os.close(fd)
-        self._number = self._step = self._marks = self._turn = self._depth = 0
-        self._since = self._loader = 0.0
-        progress = memoryview(self._map)[_PROGRESS_AT : _PROGRESS_AT + _PROGRESS.size]
-        self._whole, self._real = progress.cast("Q"), progress.cast("d")
-        self._place = progress[_PLACE]
+        self._step = self._marks = self._turn = 0
+        self._whole, self._real = _words(self._map)
         _HEAD.pack_into(
             self._map, 0, b"", rank, world, os.getpid(), _SLOTS, host.encode()[:64], time.time(),
             time.monotonic(),
@@ -121,33 +118,12 @@ class Writer:
 
     def step(self) -> None:
         """An optimizer's step ended."""
-        whole = self._whole
-        whole[_NUMBER] = number = self._number = self._number + 1
-        whole[_STEP] = self._step = self._step + 1
-        self._real[_LAST_STEP] = time.monotonic()
-        whole[_AGAIN] = number
+        self._whole[_STEP] = self._step = self._step + 1
 
-    def enter(self) -> None:
-        """The main thread enters its data loader."""
-        self._depth += 1
-        if self._depth == 1:
-            whole = self._whole
-            whole[_NUMBER] = number = self._number = self._number + 1
-            whole[_MARKS] = self._marks = self._marks + 1
-            self._place[:] = LOADER
-            self._real[_SINCE] = self._since = time.monotonic()
-            whole[_AGAIN] = number
-
-    def leave(self) -> None:
-        """It leaves it."""
-        self._depth -= 1
-        if self._depth == 0:
-            whole, real = self._whole, self._real
-            whole[_NUMBER] = number = self._number = self._number + 1
-            self._place[:] = PROGRAM
-            real[_SINCE] = now = time.monotonic()
-            real[_LOADER] = self._loader = self._loader + now - self._since
-            whole[_AGAIN] = number
+    def loader(self, batches: int, since: float, seconds: float) -> None:
+        """What was seen of the data loader, as `Seen` has it."""
+        self._whole[_BATCHES] = batches
+        self._real[_SINCE], self._real[_LOADER] = since, seconds
 
     def mark(
         self,
@@ -194,6 +170,7 @@ class Reader:
             data.close()
             raise ValueError(f"{path}: no ring, or one that is not complete yet")
         self._map = data
+        self._whole, self._real = _words(data)
         _, self.rank, self.world, self.pid, _, host, self.wall, self.started = _HEAD.unpack_from(
             data
         )
@@ -202,13 +179,9 @@ class Reader:
     def read(self, marks: bool = False) -> Seen:
         """What is there now; `marks`: also the last marks, oldest first."""
         seen = Seen(self.rank, self.world, self.pid, self.host, self.started)
-        for _ in range(20):
-            raw = _PROGRESS.unpack_from(self._map, _PROGRESS_AT)
-            if raw[0] == raw[-1]:
-                break
-        # A rank that was stopped in the middle leaves it so: each word of it is whole.
-        _, seen.step, seen.marks, _, place, seen.since, seen.last_step, seen.loader, _ = raw
-        seen.place = place.rstrip(b"\0").decode("utf-8", "replace")
+        seen.step, seen.marks = self._whole[_STEP], self._whole[_MARKS]
+        seen.batches = self._whole[_BATCHES]
+        seen.since, seen.loader = self._real[_SINCE], self._real[_LOADER]
         states = [s for s in (self._state(0), self._state(1)) if s is not None]
         if states:
             _, seen.state_wall, seen.state_time, seen.cpu, seen.state = max(
@@ -243,6 +216,13 @@ class Reader:
                     Mark(number, when, step, texts[0], texts[1], seq, elements, texts[2], entered)
                 )
         return sorted(found, key=lambda mark: mark.number)
+
+
+def _words(ring: mmap.mmap) -> tuple[memoryview[int], memoryview[float]]:
+    """The progress, as whole numbers and as fractions. Its words are copied whole, which `struct`
+    does not do where it is told the order of bytes."""
+    words = memoryview(ring)[_PROGRESS_AT : _PROGRESS_AT + 8 * _WORDS]
+    return words.cast("Q"), words.cast("d")
 
 
 def _alive(path: Path) -> bool:

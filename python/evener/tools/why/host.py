@@ -111,9 +111,8 @@ class Host:
         issued = sum(max(group.get("issued", 0), 0) for group in _groups(seen.state).values())
         return {
             "rank": ring.rank, "world": ring.world, "pid": ring.pid, "host": ring.host,
-            "step": seen.step, "marks": seen.marks, "issued": issued, "place": seen.place,
-            "loader": seen.loader, "oom": self._killed(ring.rank),
-            "state": process.look(ring.pid, ring.started).state,
+            "step": seen.step, "marks": seen.marks, "issued": issued, "batches": seen.batches,
+            "oom": self._killed(ring.rank), "state": process.look(ring.pid, ring.started).state,
         }  # fmt: skip
 
     def _killed(self, rank: int) -> int:
@@ -183,9 +182,8 @@ class Host:
             "host": ring.host,
             "pid": ring.pid,
             "step": seen.step,
-            "place": seen.place,
+            "place": "data loader" if seen.since else "",
             "place_s": now - seen.since if seen.since else -1.0,
-            "step_s": now - seen.last_step if seen.last_step else -1.0,
             "up_s": now - seen.started,
             "loader_s": seen.loader,
             "heard_s": now - seen.state_time if seen.state_time else -1.0,

@@ -22,6 +22,7 @@ from evener.tools.why import process, ras
 from evener.tools.why.folders import jobs as watched
 from evener.tools.why.folders import name_of, stale
 from evener.tools.why.host import Host
+from evener.tools.why.watch import progress
 
 if TYPE_CHECKING:
     from evener.tools.why.bundle import Verdict
@@ -48,7 +49,7 @@ def gather(
     """
     folders, single, far = _sorted(what, pids)
     hosts = [Host(folder) for folder in folders]
-    first = [_progress(host) for host in hosts]
+    first = [progress(host.look()) for host in hosts]
     found: dict[str, Job] = defaultdict(Job)
     with ThreadPoolExecutor(len(far) + len(hosts) + 1) as pool:
         others = [pool.submit(_far, name, seconds, rsh) for name in far]
@@ -56,7 +57,7 @@ def gather(
         end = time.monotonic() + seconds
         while not all(moved) and time.monotonic() < end:
             time.sleep(0.2)
-            now = [_progress(host) for host in hosts]
+            now = [progress(host.look()) for host in hosts]
             moved = [m or a != b for m, a, b in zip(moved, first, now, strict=True)]
         seen = [pool.submit(host.gather) for host in hosts]
         for host, moves, files in zip(hosts, moved, seen, strict=True):
@@ -151,10 +152,6 @@ def _sorted(what: Sequence[str], pids: Sequence[int]) -> tuple[list[Path], list[
             ranks = [p for p in sorted(family) if "RANK" in process.variables(p)]
             single += ranks or [pid]
     return list(folders), single, far
-
-
-def _progress(host: Host) -> list[tuple[int, int, int, int]]:
-    return [(row["rank"], row["step"], row["marks"], row["issued"]) for row in host.look()]
 
 
 def _unwatched(pids: Sequence[int]) -> dict[str, str]:

@@ -45,9 +45,10 @@ def about(
     return {"watch.json": json.dumps(document)}
 
 
-def _progress(ranks: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+def progress(ranks: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     """Whatever changes where any rank gets on."""
-    return tuple((r["rank"], r["step"], r["marks"], r["issued"]) for r in ranks)
+    what = ("rank", "step", "marks", "issued", "batches")
+    return tuple(tuple(rank[name] for name in what) for rank in ranks)
 
 
 class _Far:
@@ -141,14 +142,14 @@ class Watch:
         ranks = self.look()
         if not ranks:
             return
-        progress = _progress(ranks)
+        at = progress(ranks)
         step = max(r["step"] for r in ranks)
-        if self._stall.see(now, progress, step):
+        if self._stall.see(now, at, step):
             usual = f" (a usual step takes {self._stall.usual:.3g} s)" if self._stall.usual else ""
             still = self._stall.still(now)
             self.judge(f"no rank has made progress for {still:.0f} s{usual}", self.gather())
         elif step and now > self._slow_next > 0:
-            self._slow(now, progress)
+            self._slow(now, at)
         elif step and not self._slow_next:
             self._slow_next = now + self._slow_wait
 
@@ -160,7 +161,7 @@ class Watch:
         self._slow_wait = min(self._slow_wait * 1.5, 600.0)
         self._slow_next = now + self._slow_wait
         # Gathering takes seconds on a busy host; a job that moved meanwhile does not stand still.
-        moved = _progress(self.look()) != before
+        moved = progress(self.look()) != before
         if not moved and self._stall.still(time.monotonic()) > self._floor / 2:
             return  # it stands still, by and by; a slow rank moves
         found = moving(files)
