@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
+import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.tools.why.folders import jobs, sweep
+from evener.watch import inside
 from evener.watch.ring import SIZE, Reader, Writer
 
 _names = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=30)
@@ -48,6 +53,75 @@ def test_a_state_that_does_not_fit_leaves_the_last_one(tmp_path: Path) -> None:
     assert writer.state({"groups": {"0": 7}})
     assert not writer.state({"groups": "x" * SIZE})
     assert Reader(tmp_path / "rank.0").read().state == {"groups": {"0": 7}}
+
+
+def test_a_state_with_thousands_of_ranks_goes_without_their_numbers(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "rank.0", 0, 1, "h")
+    few, many = {"ranks": [0, 1], "issued": 5}, {"ranks": list(range(4096)), "issued": 7}
+    inside._tell(writer, {"groups": {"0": few}, "looks": 1})
+    assert Reader(tmp_path / "rank.0").read().state == {"groups": {"0": few}, "looks": 1}
+    inside._tell(writer, {"groups": {"0": many, "1": few}, "looks": 2})
+    seen = Reader(tmp_path / "rank.0").read().state
+    assert {name: group["issued"] for name, group in seen["groups"].items()} == {"0": 7, "1": 5}
+    assert seen["looks"] == 2
+
+
+def test_words_of_the_progress_are_never_seen_in_parts(tmp_path: Path) -> None:
+    """Each byte of a word that is written is the same, so half a word would show."""
+    path = tmp_path / "rank.0"
+    pid = os.fork()
+    if pid == 0:
+        writer, number = Writer(path, 0, 1, "h"), 0
+        while True:
+            number = (number + 1) % 128
+            word = number * 0x0101010101010101
+            writer.loader(word, struct.unpack("<d", struct.pack("<Q", word))[0], 0.0)
+    try:
+        while not path.exists() or not path.stat().st_size or path.read_bytes()[:1] == b"\0":
+            time.sleep(0.01)
+        reader, seen = Reader(path), set()
+        for _ in range(20_000):
+            now = reader.read()
+            for word in (now.batches, struct.unpack("<Q", struct.pack("<d", now.since))[0]):
+                assert word % 0x0101010101010101 == 0
+                seen.add(word)
+        assert len(seen) > 1
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_what_is_seen_of_a_data_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's loader, looked at from inside and outside of it."""
+    from torch.utils.data import dataloader
+
+    monkeypatch.setattr(inside, "_iterators", weakref.WeakSet())
+    kind = dataloader._BaseDataLoaderIter
+    monkeypatch.setattr(kind, "__init__", kind.__init__)
+    inside._loader(dataloader)
+    look, clock = inside._Loader(), iter(range(1, 99))
+    look._last = 0.0
+
+    def now() -> tuple[int, float, float]:
+        return look.look(float(next(clock)), sys._getframe())
+
+    class Data(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            inner.append(now())
+            if index == 2:
+                inner.append(now())  # still the same batch
+            return index
+
+    inner: list[tuple[int, float, float]] = []
+    assert now() == (0, 0.0, 0.0)
+    outer = []
+    for _ in dataloader.DataLoader(Data(), batch_size=1):
+        outer.append(now())
+    assert inner == [(1, 2.0, 1.0), (2, 4.0, 2.0), (3, 6.0, 3.0), (3, 6.0, 4.0), (4, 9.0, 5.0)]
+    assert outer == [(2, 0.0, 1.0), (3, 0.0, 2.0), (4, 0.0, 4.0), (5, 0.0, 5.0)]
 
 
 @settings(max_examples=60, deadline=None)

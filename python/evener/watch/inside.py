@@ -63,7 +63,10 @@ _compiling: Callable[[], bool] = bool
 """torch.compiler.is_dynamo_compiling. Kept: to look it up through torch is slow right after a step,
 when nothing of it is in the caches."""
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Of data loaders."""
+"""Of data loaders; and how many there ever were."""
+_made = 0
+_members: dict[str, tuple[Any, list[int]]] = {}
+"""Name of a group > torch's dict of its ranks, and the ranks in order: sorted once."""
 _sources: dict[str, Callable[[], list[str]]] = {}
 _kept: list[IO[str]] = []
 _started = threading.Lock()
@@ -124,8 +127,10 @@ def _loader(module: Any) -> None:
         inner = kind.__init__
 
         def __init__(self: Any, *given: Any, **named: Any) -> None:  # noqa: N807 - it is one
+            global _made
             inner(self, *given, **named)
             _iterators.add(self)
+            _made += 1
 
         kind.__init__ = __init__
 
@@ -193,7 +198,7 @@ def _serve(fd: int, folder: Path, rank: int) -> None:
             writer.loader(*loader.look(now, frame))
             if groups != known or now - said > 2.0:
                 known, said = groups, now
-                writer.state({"groups": groups, "looks": looks, "waiting": waiting})
+                _tell(writer, {"groups": groups, "looks": looks, "waiting": waiting})
             if asked:
                 asks = b""
                 with contextlib.suppress(BlockingIOError):
@@ -203,16 +208,23 @@ def _serve(fd: int, folder: Path, rank: int) -> None:
             continue
 
 
+def _tell(ring: Writer, state: dict[str, Any]) -> None:
+    """Write a state, without the members of groups where they do not fit: an answer has them."""
+    if not ring.state(state):
+        groups = {name: {**group, "ranks": []} for name, group in state["groups"].items()}
+        ring.state({**state, "groups": groups})
+
+
 class _Loader:
     """What is known of the data loader, by one look after the other."""
 
     def __init__(self) -> None:
-        self._batches, self._given, self._since, self._seconds = 0, 0, 0.0, 0.0
+        self._batches, self._given, self._since, self._seconds = 0, (0, 0), 0.0, 0.0
         self._last = time.monotonic()
 
     def look(self, now: float, frame: Any) -> tuple[int, float, float]:
         """As the ring has it. frame: where the main thread is."""
-        given = sum(one._num_yielded for one in list(_iterators))
+        given = _made, sum(getattr(one, "_num_yielded", 0) for one in list(_iterators))
         moved = given != self._given
         self._given, self._batches = given, self._batches + moved
         if _loads(frame):
@@ -272,7 +284,9 @@ def _groups() -> dict[str, Any]:
             issued = int(group._get_sequence_number_for_group())
         except Exception:  # noqa: BLE001 - a backend without numbers
             issued = -1
-        found[str(name)] = {"ranks": sorted(ranks, key=ranks.get), "issued": issued}
+        if name not in _members or _members[name][0] is not ranks:
+            _members[name] = ranks, sorted(ranks, key=ranks.get)
+        found[str(name)] = {"ranks": _members[name][1], "issued": issued}
     return found
 
 
