@@ -80,7 +80,7 @@ def test_words_of_the_progress_are_never_seen_in_parts(tmp_path: Path) -> None:
         while not path.exists() or not path.stat().st_size or path.read_bytes()[:1] == b"\0":
             time.sleep(0.01)
         reader, seen = Reader(path), set()
-        for _ in range(20_000):
+        for _ in range(100_000):
             now = reader.read()
             for word in (now.batches, struct.unpack("<Q", struct.pack("<d", now.since))[0]):
                 assert word % 0x0101010101010101 == 0
