@@ -148,7 +148,9 @@ def test_heartbeats_alone(old: bool, tmp_path: Path) -> None:
     assert "watchdog" in said
     assert findings[0].confidence == "inferred"
     same = [line for rank in range(4) for line in made.heartbeat(rank, 40)]
-    assert "not decided" in ask(tmp_path, same)[0]
+    said = ask(tmp_path, same)[0]
+    assert "watchdog is stuck on ranks 0-3 for 480 s: what blocks it is not decided" in said
+    assert "timed out" not in said  # no collective is known that did
 
 
 # --- flight recorders ---
@@ -414,6 +416,12 @@ GPU 00000000:AF:00.0
          ("trainer-master",)),
         (["torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 3/4 "
           "clients joined."], "cause.rendezvous", ("3 of 4",)),
+        (["  rdzv_endpoint    : node-a.example:29512",
+          "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to "
+          "the C10d store has failed."], "cause.rendezvous",
+         ("node-a.example:29512", "cannot be reached")),
+        (["  rdzv_endpoint    : 10.1.2.3", "RuntimeError: connect() timed out."],
+         "cause.rendezvous", ("10.1.2.3", "does not answer")),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("wrap", ["plain", "docker", "kubectl", "cri"])
@@ -652,6 +660,37 @@ def test_a_rank_that_ran_ahead(tmp_path: Path) -> None:
     said, findings = ask(tmp_path, lines)
     assert "rank 3 left the order" in said
     assert findings[0].confidence == "inferred"
+
+
+def test_an_address_of_one_host_alone_is_named(tmp_path: Path) -> None:
+    warn = "n7:31:99 [0] misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to {} failed : "
+    said, findings = ask(tmp_path, warn.format("fe80::7:1%veth93<4001>") + "Connection timed out")
+    assert "rank cannot connect to another one at veth93" in said
+    assert "NCCL_SOCKET_IFNAME=^veth93" in findings[0].command
+    for other in ("fe80::7:1%ib1<4001>", "10.0.0.7<4001>"):
+        said = ask(tmp_path, warn.format(other) + "Connection timed out")[0]
+        assert "rank cannot connect to another one" in said
+        assert "that host alone" not in said
+
+
+@pytest.mark.parametrize(
+    "end", ["is killed by signal: Segmentation fault. ", "exited unexpectedly"]
+)
+def test_a_data_loaders_worker_that_ended(end: str, tmp_path: Path) -> None:
+    text = f"RuntimeError: DataLoader worker (pid 4117) {end}"
+    said, findings = ask(tmp_path, made.traceback(2, text))
+    end = end.strip(". ").replace("is killed", "was killed")
+    assert f"a data loader's worker of rank 2 {end} (process 4117). " in said
+    assert [finding.id for finding in findings] == ["cause.exception"]  # the rank did not crash
+    assert "num_workers=0" in findings[0].do
+
+
+def test_the_size_of_a_group_is_read_off_what_it_gathers(tmp_path: Path) -> None:
+    """Two of eight ranks: that the one between them is missing is not known."""
+    lines = [x for r in (0, 2) for x in made.watchdog(r, 5, "ALLGATHER", 1, numel_out=8)]
+    assert "not decided" in ask(tmp_path, lines)[0]
+    lines = [x for r in (0, 2) for x in made.watchdog(r, 5, "ALLGATHER", 1, numel_out=3)]
+    assert "rank 1 never joined ALLGATHER 5" in ask(tmp_path, lines)[0]
 
 
 def test_the_error_of_a_data_loaders_worker(tmp_path: Path) -> None:

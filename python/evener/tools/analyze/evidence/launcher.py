@@ -97,7 +97,7 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = (
         "segv",
         re.compile(
             r"(?P<what>Fatal Python error: Segmentation fault|\*\*\* SIGSEGV "
-            r"received|Caught signal 11|Segmentation fault(?: \(core dumped\))?"
+            r"received|Caught signal 11|(?<!by signal: )Segmentation fault(?: \(core dumped\))?"
             r"|segfault at [0-9a-f]+)"
         ),
     ),
@@ -107,13 +107,6 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"(?P<what>Fatal Python error: Bus error|Bus error(?: \(core "
             r"dumped\))?|killed by signal: Bus error|\*\*\* SIGBUS received"
             r"|[Uu]nexpected bus error encountered in worker)"
-        ),
-    ),
-    (
-        "loader-killed",
-        re.compile(
-            r"DataLoader worker \(pid\(?s?\)? (?P<pid>\d{1,10})[\d, ]*\) "
-            r"(?P<what>is killed by signal: \w+|exited unexpectedly)"
         ),
     ),
     (

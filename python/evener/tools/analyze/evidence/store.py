@@ -64,7 +64,7 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"RendezvousTimeoutError|(?:TCPStore|rendezvous).{0,60}timed out", re.IGNORECASE
         ),
     ),
-    ("refused", re.compile(r"RendezvousConnectionError.{0,200}")),
+    ("unreached", re.compile(r"RendezvousConnectionError|connect\(\) timed out")),
     ("closed", re.compile(r"RendezvousClosedError")),
     (
         "nodes",
@@ -73,6 +73,9 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"nodes).{0,80})"
         ),
     ),
+)
+_ENDPOINT = re.compile(
+    r"\brdzv_endpoint *[:=] *\[?(?P<host>[\w.:-]*?[\w.-])\]?(?::(?P<port>\d{1,5}))?$"
 )
 _PLACES = (
     re.compile(r"\(([\w.-]{1,200}), (\d{1,5})\)"),
@@ -84,7 +87,7 @@ WORDS = (
     b"failed to bind", b"EADDRINUSE", b"ddress already in use", b"clients joined", b"gai error",
     b"gaierror", b"ervice not known", b"name resolution", b"nor servname", b"not resolve",
     b"o address associated", b"client socket has", b"failed to connect/validate", b"Rendezvous",
-    b"TCPStore", b"nnodes", b"orld size",
+    b"TCPStore", b"nnodes", b"orld size", b"rdzv_endpoint", b"connect() timed",
 )  # fmt: skip
 
 
@@ -94,11 +97,15 @@ class Store:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._seen: set[tuple[str, str, str]] = set()
+        self._endpoint = ("", "")
 
     def line(self, line: Line) -> None:
         """Take one line that has one of WORDS."""
         text = line.text[:2000]
         if "NCCL WARN" in text:
+            return
+        if found := _ENDPOINT.search(text.strip()):
+            self._endpoint = found["host"], found["port"] or ""
             return
         for kind, pattern in _KINDS:
             found = pattern.search(text)
@@ -110,8 +117,8 @@ class Store:
                 places = (place.search(text) for place in _PLACES)
                 if place := next((p for p in places if p), None):
                     host, port = place[1], place[2] or ""
-            if kind == "refused" and not host:
-                kind = "timeout" if "timed out" in text else "refused"
+            if kind == "unreached":
+                host, port = self._endpoint
             key = (kind, host, port + "w" * (_WARNING.match(text) is not None))
             if key not in self._seen and len(self._seen) < 1000:
                 self._seen.add(key)

@@ -13,6 +13,7 @@ from evener.tools.analyze.findings.base import CONTEXT, CRASHED, FOLLOWS, LIBRAR
 from evener.tools.analyze.findings.cause import Cause
 from evener.tools.analyze.findings.gave_up import fatal, gave_up, tried
 from evener.tools.analyze.findings.gpu_causes import ANY, GPU_CAUSES
+from evener.tools.analyze.findings.network import LOCAL
 from evener.tools.analyze.findings.program_causes import PROGRAM_CAUSES
 from evener.tools.analyze.findings.who import of_process
 from evener.tools.analyze.findings.who import ranks as ranks_of
@@ -415,6 +416,9 @@ def known_warnings(picture: Picture) -> Iterator[Finding]:
             command = command.replace("mlx5_0", card[1])
         if id == "network.ib-qp":
             title, detail = _queue_pair(texts[id])
+        elif id == "network.unreachable" and (over := _over(texts[id])):
+            title = f"{title} at {over}, an interface of that host alone"
+            command = f"export NCCL_SOCKET_IFNAME=^{over},docker,lo    # or the right one's name"
         elif id == ANY:
             title = f"{title}: {texts[id][:100]}"
         elif id == "network.card-closed" and (opened := _closed(run)):
@@ -448,6 +452,12 @@ def known_warnings(picture: Picture) -> Iterator[Finding]:
             one.expect,
             root=root,
         )
+
+
+def _over(text: str) -> str:
+    """The interface of a link-local address, where it is one that other hosts do not reach."""
+    found = re.search(r"\bfe80:[0-9a-f:]{1,40}%([\w.-]{1,40})", text, re.IGNORECASE)
+    return found[1] if found and LOCAL.match(found[1]) else ""
 
 
 # What ends a connection, whose other end then gets no answer.

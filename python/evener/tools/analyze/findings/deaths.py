@@ -45,6 +45,10 @@ _CUDA = re.compile(r"CUDA error|CUDA out of memory|cuda runtime error|HIP error|
 _SHM = re.compile(
     r"shared memory\(shm\)|shared memory.*No space left|/torch_\S+.*(?:No space left|\(28\))"
 )
+_WORKER = re.compile(
+    r"DataLoader worker \(pid\(?s?\)? ([\d, ]{1,200})\) "
+    r"(is killed by signal: \w[\w ]{0,40}\w|exited unexpectedly)"
+)
 _MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|HIP out of memory")
 _ECC = re.compile(r"uncorrectable ECC|NVLink.*uncorrectable|uncorrectable NVLink|GPU is lost", re.I)
 _NOT_READY = re.compile(r"system not yet initialized|SYSTEM_NOT_READY|error(?: code)?:? 802")
@@ -113,7 +117,7 @@ def raised(picture: Picture) -> Iterator[Finding]:
     title, note = _title(first, who, size, text, at)
     others = [k for k in by_kind if k != (first.name, re.sub(r"\d+", "#", first.text)[:80])]
     timed = all(r.time >= 0 for r in found)
-    detail = f"{text[:300]}.{note}"
+    detail = f"{text[:300].rstrip('. ')}.{note}"
     if others:
         also = names(sorted({by_kind[k][0].name.rsplit(".", 1)[-1] for k in others}))
         how = "earlier by the lines' times" if timed else "first in the files; no times tell more"
@@ -169,6 +173,20 @@ def raised(picture: Picture) -> Iterator[Finding]:
             "with medium Memory at /dev/shm), and remove files that no process uses."
         )
         command = "df -h /dev/shm; ls -la /dev/shm"
+    elif worker := _WORKER.search(whole):
+        of = f" of {ranks(who)}" if who else ""
+        end = worker[2].replace("is killed", "was killed")
+        title = f"a data loader's worker{of} {end} (process {worker[1]})"
+        detail += " The rank itself only noticed."
+        do = (
+            "See why that worker ended. With num_workers=0 its code runs in the rank, and an error "
+            "shows. A segmentation fault is in native code of the dataset; an end without a word "
+            "is mostly host memory or /dev/shm."
+        )
+        command = (
+            "dmesg -T | grep -iE 'oom|killed process|segfault'; df -h /dev/shm; "
+            "export PYTHONFAULTHANDLER=1"
+        )
     elif _LAUNCH.search(whole):
         do = (
             "The line shown may be a later one: errors of kernels arrive late. Look for an Xid "
@@ -197,7 +215,7 @@ def raised(picture: Picture) -> Iterator[Finding]:
 
 
 def _title(first: Raised, who: list[int], size: int, text: str, at: str) -> tuple[str, str]:
-    short = text if len(text) <= 120 else text[:117] + "..."
+    short = text.rstrip(". ") if len(text) <= 120 else text[:117] + "..."
     everyone = 0 < size <= len(who)
     if len(who) > 1 and (everyone or len(who) > 4):
         note = ": the program, its data or the machine, not one rank" if everyone else ""

@@ -174,7 +174,29 @@ def _inside(culprit: Culprit, _size: int) -> Finding:
     )
 
 
+def _stuck(culprit: Culprit) -> Finding:
+    """Watchdogs that are stuck, and nothing else."""
+    return Finding(
+        "run.hung",
+        "problem",
+        f"the watchdog is stuck on {ranks(culprit.waiting)}{waited(culprit)}: what blocks it is "
+        "not decided",
+        "A call of CUDA or NCCL does not return there, or a thread holds the GIL in one. That "
+        "need not be a collective: it happens too while a process ends and frees its groups. No "
+        "collective's number is in these lines.",
+        "measured",
+        culprit.where,
+        "Look at the stacks of those processes while they hang, or give the logs of all ranks. If "
+        "the program had reached its end, let all ranks call destroy_process_group() there.",
+        "py-spy dump --native --pid PID    # of each of those ranks",
+        "The call that does not return.",
+        root=UNDECIDED,
+    )
+
+
 def _undecided(culprit: Culprit, size: int) -> Finding:
+    if culprit.source == "heartbeat monitors":
+        return _stuck(culprit)
     known = count(len(culprit.waiting), "rank")
     of = f" of {size}" if size > len(culprit.waiting) else ""
     absent = f" ({ranks(culprit.among)} left no line)" if culprit.among else ""

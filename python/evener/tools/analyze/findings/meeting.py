@@ -10,7 +10,7 @@ from evener.tools.analyze.findings.base import CRASHED, ENDED, MEETING, Finding,
 from evener.tools.analyze.findings.deaths import roots
 from evener.tools.analyze.picture import Picture
 
-_ORDER = ("port", "name", "timeout", "refused", "short", "closed", "nodes")
+_ORDER = ("port", "name", "timeout", "refused", "unreached", "short", "closed", "nodes")
 _ROUTE = "113"
 _LINE = (1 << 40) - 1
 _AFTER = 20
@@ -158,11 +158,11 @@ def _silent(host: str, port: str, one: Meeting, where: tuple[int, ...], root: in
             "All nodes join.",
             root=root,
         )
-    how = (
-        "refuses connections"
-        if one.kind == "refused" and _ROUTE not in one.extra
-        else "does not answer"
-    )
+    how = "does not answer"
+    if one.kind == "refused" and _ROUTE not in one.extra:
+        how = "refuses connections"
+    elif one.kind == "unreached" and "timed out" not in one.text:
+        how = "cannot be reached"
     return Finding(
         "cause.rendezvous",
         "problem" if root else "warning",

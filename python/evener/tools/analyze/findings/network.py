@@ -10,7 +10,8 @@ from evener.tools.analyze.model import Host
 from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.words import count, names, ranges
 
-_LOCAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|lo\d*$|tun\d|tailscale|kube-")
+LOCAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|lo\d*$|tun\d|tailscale|kube-")
+"""Interfaces that other hosts mostly do not reach."""
 
 
 def _hosts(picture: Picture) -> list[Host]:
@@ -402,12 +403,12 @@ def interface(picture: Picture) -> Iterator[Finding]:
     found: list[tuple[Host, list[str], int, str]] = []
     for host in _hosts(picture):
         cards = [(c, key) for key, c in host.cards.items() if key[0] == "Socket"]
-        wrong = [(c, k) for c, k in cards if _LOCAL.match(c.name)]
+        wrong = [(c, k) for c, k in cards if LOCAL.match(c.name)]
         if not wrong or not ("Socket" in host.networks or "Socket" in {n for n, _ in host.used}):
             continue
         if picture.world and _whole(picture) and not _between_hosts(picture):
             continue  # nothing goes over an interface
-        good = ",".join(c.name for c, _ in cards if not _LOCAL.match(c.name))
+        good = ",".join(c.name for c, _ in cards if not LOCAL.match(c.name))
         found.append((host, [c.name for c, _ in wrong], host.card_lines[wrong[0][1]], good))
     if not found:
         return

@@ -18,6 +18,8 @@ _UNEVEN = ("ALLTOALL", "SCATTER", "GATHER", "SEND", "RECV", "COALESCED", "BARRIE
 # Messages between two ranks count in a series of their own.
 _MESSAGES = ("SEND", "RECV", "COALESCED")
 _EVEN = ("_REDUCE_SCATTER_BASE", "_ALLGATHER_BASE")
+# One side of these holds what the other does, once for each rank of the group.
+_SHARED = (*_EVEN, "REDUCE_SCATTER", "ALLGATHER")
 
 
 def even(op: str) -> bool:
@@ -207,7 +209,7 @@ def _silent(
     everyone = set().union(*[set(m) for g, m in groups.items() if not g.startswith("(local)")])
     everyone |= victims
     local = name.startswith("(local)")
-    size = max(world, *(r + 1 for r in (everyone | seen) or {0}), 0)
+    size = max(world, *map(_size, members.values()), *(r + 1 for r in (everyone | seen) or {0}))
     missing = set(range(size)) - everyone
     seqs = {wait.seq for wait in members.values()}
     if len(missing) == 1 and len(everyone) >= 2 and not local and len(everyone) == size - 1:
@@ -238,6 +240,13 @@ def _silent(
     apart = "" if one >= 0 else f"they do not wait in the same operation ({_each(inside)})"
     found = _culprit("undecided", members, (), name, one, apart, "", among=ordered(missing))
     return found if one >= 0 else replace(found, op="")
+
+
+def _size(wait: Wait) -> int:
+    """Ranks of the group, from the elements of one that gathers or scatters; 0 where none tells."""
+    few, many = sorted((wait.numel_in, wait.numel_out))
+    shared = wait.op.upper() in _SHARED and few > 0 and many % few == 0
+    return many // few if shared and many // few <= 200_000 else 0
 
 
 def _culprit(
@@ -286,5 +295,5 @@ def beaten(beats: dict[int, Beat], world: int) -> Culprit | None:
         )  # fmt: skip
     return Culprit(
         "undecided", (), ordered(beats), where=where, source="heartbeat monitors",
-        among=ordered(missing),
+        among=ordered(missing), waited_ms=1000 * max(b.seconds for b in beats.values()),
     )  # fmt: skip
