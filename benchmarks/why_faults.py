@@ -191,10 +191,11 @@ def train(program: str, fault: Fault) -> None:
     for step, batch in enumerate(DataLoader(Data(), batch_size=4)):
         odd = fault.me and step == WARM
         if step % 4 == 0:  # what a program does besides: a figure of all ranks
-            metric(program, 5 if odd and fault.kind == "shape" else 4, step, device)
+            size = 5 if odd and fault.kind == "shape" else 4
+            reduce(program, torch.ones(size, device=device), f"metric.{step}")
         fault.at(step)
         if odd and fault.kind == "order":
-            other(program, device)
+            reduce(program, torch.ones(2, device=device), "only here", alone=True)
         if step_of is not None:
             step_of(batch)
         else:
@@ -206,29 +207,18 @@ def train(program: str, fault: Fault) -> None:
         time.sleep(0.03)
 
 
-def metric(program: str, size: int, step: int, device: torch.device) -> None:
-    """A small reduction over all ranks."""
-    import torch
+def reduce(program: str, data: torch.Tensor, name: str, alone: bool = False) -> None:
+    """A small operation over all ranks; `alone`: one that the other ranks do not call."""
+    from torch import distributed as dist
 
     if program == "horovod":
         import evener.horovod.torch as hvd
 
-        hvd.allreduce(torch.ones(size), name=f"metric.{step}")
+        hvd.allreduce(data, name=name)
+    elif alone:
+        dist.broadcast(data, src=dist.get_rank())
     else:
-        torch.distributed.all_reduce(torch.ones(size, device=device))
-
-
-def other(program: str, device: torch.device) -> None:
-    """An operation that the other ranks do not call."""
-    import torch
-
-    if program == "horovod":
-        import evener.horovod.torch as hvd
-
-        hvd.allreduce(torch.ones(2), name="only here")
-    else:
-        data = torch.ones(2, device=device)
-        torch.distributed.broadcast(data, src=torch.distributed.get_rank())
+        dist.all_reduce(data)
 
 
 def be_rank(
@@ -389,6 +379,7 @@ def read_dumps(folder: Path) -> dict[str, Any]:
 def run(program: str, kind: str, who: int) -> dict[str, Any]:
     """One job with one fault: what was said, and when; and over NCCL, what other readers say."""
     from evener.tools.why import Watch
+    from evener.tools.why.bundle import Verdict
     from evener.tools.why.ras import ask
 
     nccl = program in NCCL_PROGRAMS
@@ -440,7 +431,8 @@ def run(program: str, kind: str, who: int) -> dict[str, Any]:
         if first and not said:
             time.sleep(0.3)
             watch.failed({}, folder, first)
-        found = _found(folder)
+        kept = sorted(folder.glob("evener-why-*.zip"))
+        found = Verdict(kept[0]).first if kept else None
         asked = {"ras": ask(("127.0.0.1", port + 1))} if nccl else {}
         if nccl:
             dump(folder)
@@ -465,7 +457,8 @@ def run(program: str, kind: str, who: int) -> dict[str, Any]:
         asked |= read_dumps(folder / "dumps")
     shutil.rmtree(folder, ignore_errors=True)
     return {
-        "program": program, "kind": kind, "who": who, "id": found[0], "title": found[1],
+        "program": program, "kind": kind, "who": who, "id": found.id if found else "",
+        "title": found.title if found else "",
         "seconds": round(said[0][0] - mark, 2) if said else None,
         "text": said[0][1] if said else "", "tail": steps if not said else "", **asked,
     }  # fmt: skip
@@ -475,15 +468,6 @@ def _follow(fd: int, lines: list[str]) -> None:
     with os.fdopen(fd, errors="replace") as stream:
         for line in stream:
             lines.append(line.rstrip("\n"))
-
-
-def _found(folder: Path) -> tuple[str, str]:
-    from evener.tools.why.bundle import Verdict
-
-    for path in sorted(folder.glob("evener-why-*.zip")):
-        first = Verdict(path).first
-        return (first.id, first.title) if first else ("", "")
-    return "", ""
 
 
 def blamed(one: dict[str, Any], reader: str) -> set[int]:
