@@ -670,7 +670,7 @@ def test_an_address_of_one_host_alone_is_named(tmp_path: Path) -> None:
     for other in ("fe80::7:1%ib1<4001>", "10.0.0.7<4001>"):
         said = ask(tmp_path, warn.format(other) + "Connection timed out")[0]
         assert "rank cannot connect to another one" in said
-        assert "that host alone" not in said
+        assert "one host alone" not in said
 
 
 @pytest.mark.parametrize(
@@ -706,6 +706,18 @@ def test_the_error_of_a_data_loaders_worker(tmp_path: Path) -> None:
     said, _ = ask(tmp_path, lines)
     assert "rank 1 raised FileNotFoundError" in said
     assert "/srv/app/data.py:33" in said
+
+
+def test_a_step_that_slurm_cancelled(tmp_path: Path) -> None:
+    lines = [
+        "45%|###  | 3/7 [00:15<00:23]slurmstepd: error: *** STEP 88.0 ON n3 CANCELLED AT "
+        "2026-02-14T11:00:08 ***",
+        "srun: error: n3: task 0: Terminated",
+    ]
+    assert "Slurm cancelled step 88.0" in ask(tmp_path, lines)[0]
+    said, findings = ask(tmp_path, [*made.traceback(1, "ValueError: no batch"), *lines])
+    assert "rank 1 raised ValueError" in said  # it follows
+    assert "cause.stopped" not in [finding.id for finding in findings]
 
 
 def test_a_traceback_without_a_rank_gets_the_launchers(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Everything keeps `where` it was read, a packed file number and line; `Run.cite` 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,6 +20,8 @@ from evener.tools.analyze.parse.topology import GraphChannel, Topology
 from evener.tools.analyze.parse.trees import TreePlace
 from evener.tools.analyze.parse.tuning import Choice
 
+LOCAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|lo\d*$|tun\d|tailscale|kube-")
+"""Interfaces that other hosts mostly do not reach."""
 _LINE = (1 << 40) - 1
 Process = tuple[str, int]
 """Host and pid."""

@@ -73,6 +73,10 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = (
         ),
     ),
     (
+        "cancelled",
+        re.compile(r"\*\*\* (?P<what>(?:JOB|STEP) \S{1,40}) ON \S{1,200} CANCELLED AT \S+ \*\*\*"),
+    ),
+    (
         "worker-died",
         re.compile(
             r"worker process has died\.(?P<what>.{0,300})|A worker died or was killed while "
@@ -156,9 +160,10 @@ WORDS = (
     b"signal ",
     b"srun: error", b"orld size", b"orld_size", b"WORLD_SIZE", b"--nnodes", b"--nproc",
     b"emory: Kill",
-    b"oom", b"OOM", b"OUT_OF_ME", b"Evicted", b"reempt", b"PREEMPT", b"NODE", b"SIGSEGV",
+    b"oom", b"OOM", b"OUT_OF_ME", b"Evicted", b"reempt", b"PREEMPT", b"CANCELLED", b"NODE",
+    b"SIGSEGV",
     b"egmentation", b"signal 11", b"segfault", b"us error", b"SIGBUS", b"killed by signal",
-    b"exited unexpectedly", b"GPU is lost", b"fallen off", b"device handle", b"blocked for more",
+    b"GPU is lost", b"fallen off", b"device handle", b"blocked for more",
     b"ink ", b"NotReady", b"out of memory", b"DataLoader timed", b"No space left", b"quota",
     b"SYSTEM_NOT_READY", b"not yet initialized", b"802", b"abric", b"host   ", b"carrier",
     b"not responding", b"closing signal", b"FAILED", b"unhealthy", b"FI_",

@@ -13,11 +13,10 @@ from evener.tools.analyze.findings.base import CONTEXT, CRASHED, FOLLOWS, LIBRAR
 from evener.tools.analyze.findings.cause import Cause
 from evener.tools.analyze.findings.gave_up import fatal, gave_up, tried
 from evener.tools.analyze.findings.gpu_causes import ANY, GPU_CAUSES
-from evener.tools.analyze.findings.network import LOCAL
 from evener.tools.analyze.findings.program_causes import PROGRAM_CAUSES
 from evener.tools.analyze.findings.who import of_process
 from evener.tools.analyze.findings.who import ranks as ranks_of
-from evener.tools.analyze.model import Run, Warned
+from evener.tools.analyze.model import LOCAL, Run, Warned
 from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.words import count, names
 
@@ -417,7 +416,7 @@ def known_warnings(picture: Picture) -> Iterator[Finding]:
         if id == "network.ib-qp":
             title, detail = _queue_pair(texts[id])
         elif id == "network.unreachable" and (over := _over(texts[id])):
-            title = f"{title} at {over}, an interface of that host alone"
+            title = f"{title} at {over}, an interface of one host alone"
             command = f"export NCCL_SOCKET_IFNAME=^{over},docker,lo    # or the right one's name"
         elif id == ANY:
             title = f"{title}: {texts[id][:100]}"

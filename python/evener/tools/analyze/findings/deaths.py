@@ -273,12 +273,16 @@ def ended(picture: Picture) -> Iterator[Finding]:
     yield from _crashed(picture)
     yield from _worker(evidence)
     yield from _system(picture)
-    stopped = [r for r in evidence.raised if "SignalException" in r.name and "15" in r.text]
+    terms = [r for r in evidence.raised if "SignalException" in r.name and "15" in r.text]
+    cancelled = [s for s in evidence.signs if s.kind == "cancelled"]
+    stopped = cancelled or terms
     if stopped and not evidence.waits and not evidence.exits and not roots(evidence):
         yield Finding(
             "cause.stopped",
             "warning",
-            "the job was ended from outside: its launcher got SIGTERM",
+            f"Slurm cancelled {cancelled[0].what.lower()}, and no line says why"
+            if cancelled
+            else "the job was ended from outside: its launcher got SIGTERM",
             f"{stopped[0].text[:200]}. A scheduler, a time limit, another node's launcher or a "
             f"person "
             "did; what ended first is not in these files.",

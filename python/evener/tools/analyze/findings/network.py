@@ -6,12 +6,9 @@ import re
 from collections.abc import Iterator
 
 from evener.tools.analyze.findings.base import CONTEXT, Finding, check
-from evener.tools.analyze.model import Host
+from evener.tools.analyze.model import LOCAL, Host
 from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.words import count, names, ranges
-
-LOCAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|lo\d*$|tun\d|tailscale|kube-")
-"""Interfaces that other hosts mostly do not reach."""
 
 
 def _hosts(picture: Picture) -> list[Host]:
