@@ -219,8 +219,8 @@ class Reader:
 
 
 def _words(ring: mmap.mmap) -> tuple[memoryview[int], memoryview[float]]:
-    """The progress, as whole numbers and as fractions. Its words are copied whole, which `struct`
-    does not do where it is told the order of bytes."""
+    """The progress, as whole numbers and as fractions. A word is copied as one, which `struct` does
+    not promise where it is told the order of bytes."""
     words = memoryview(ring)[_PROGRESS_AT : _PROGRESS_AT + 8 * _WORDS]
     return words.cast("Q"), words.cast("d")
 
