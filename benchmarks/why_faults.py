@@ -238,20 +238,27 @@ def be_rank(
             LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="10.77.0.1" if network else "127.0.0.1",
             EVENER_LAUNCH_WATCH=str(folder / "rings"), GLOO_SOCKET_IFNAME="e0" if network else "lo",
             NCCL_NVLS_ENABLE="0", NCCL_RAS_ADDR=f"127.0.0.1:{port + 1}",
-            TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_TRACE_BUFFER_SIZE="2000",
-            TORCH_NCCL_DUMP_ON_TIMEOUT="1", TORCH_NCCL_COORD_CHECK_MILSEC="100",
-            TORCH_FR_DUMP_TEMP_FILE=f"{folder}/dumps/rank_",
-            TORCH_NCCL_DEBUG_INFO_PIPE_FILE=f"{folder}/dump.",
         )  # fmt: skip
+        if program in NCCL_PROGRAMS:
+            os.environ.update(
+                TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_TRACE_BUFFER_SIZE="2000",
+                TORCH_NCCL_DUMP_ON_TIMEOUT="1", TORCH_NCCL_COORD_CHECK_MILSEC="100",
+                TORCH_FR_DUMP_TEMP_FILE=f"{folder}/dumps/rank_",
+                TORCH_NCCL_DEBUG_INFO_PIPE_FILE=f"{folder}/dump.",
+            )  # fmt: skip
         if network:
             enter_network(rank, folder)
         if kind == "shm" and rank == who:
             small_shm()
         if kind == "memory" and rank == who:
             enter_cgroup(folder)
+        import torch
+
         from evener.watch import inside
 
         inside.arm()
+        # Here, and not by two threads at once: torch makes its pool anew after a fork.
+        torch.set_num_threads(1)
         train(program, Fault(kind, rank == who, folder / "mark"))
         status = 0
     except BaseException:  # noqa: BLE001 - a rank prints what ended it, as Python does

@@ -708,6 +708,22 @@ def test_the_error_of_a_data_loaders_worker(tmp_path: Path) -> None:
     assert "/srv/app/data.py:33" in said
 
 
+def test_what_cpp_threw_is_the_root_unless_it_follows(tmp_path: Path) -> None:
+    def thrown(rank: int, what: str) -> list[str]:
+        head = f"[rank{rank}]: terminate called after throwing an instance of 'c10::Error'"
+        return [head, f"[rank{rank}]:   what():  {what}"]
+
+    lost = made.traceback(0, made.GONE[1])
+    said, _ = ask(tmp_path, [*lost, *thrown(2, "pool INTERNAL ASSERT FAILED at x.cpp:64")])
+    assert "rank 2 raised c10::Error: pool INTERNAL ASSERT FAILED" in said
+    after = thrown(2, "[Rank 2] Process group watchdog thread terminated with exception: x")
+    assert "c10::Error" not in ask(tmp_path, [*lost, *after])[0]
+    own = [*made.traceback(2, "ValueError: no batch"), *thrown(2, "mutex is destroyed")]
+    said, findings = ask(tmp_path, own)
+    assert "rank 2 raised ValueError: no batch" in said
+    assert findings[0].confidence == "measured"
+
+
 def test_a_step_that_slurm_cancelled(tmp_path: Path) -> None:
     lines = [
         "45%|###  | 3/7 [00:15<00:23]slurmstepd: error: *** STEP 88.0 ON n3 CANCELLED AT "

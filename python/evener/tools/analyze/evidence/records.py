@@ -135,7 +135,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Raised:
-    """A Python exception that ended something."""
+    """An exception that ended something, of Python or of C++."""
 
     rank: int
     """-1 where nothing says it."""

@@ -27,7 +27,11 @@ _CHAIN = (
     "The above exception was the direct cause",
 )
 _LONE = re.compile(r"^(?:[a-z_][\w.]{0,120}\.)?([A-Z]\w{0,60}(?:Error|Exception)): ?(\S.*)$")
-LONE = (b"Error: ", b"Exception: ", b"Exception ignored in")
+LONE = (b"Error: ", b"Exception: ", b"Exception ignored in", b"terminate called", b"what(): ")
+_THROWN = re.compile(r"^terminate called after throwing an instance of '([\w:]{1,120})'")
+_WHAT = re.compile(r"^\s*what\(\): {1,3}(\S.*)$")
+# What the end of another rank makes torch's own threads throw.
+_AFTER = re.compile(r"[Ww]atchdog|NCCL|[Cc]onnection|[Tt]imed? ?out|CUDA error")
 CHAINS = tuple(text.encode() for text in _CHAIN)
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/lib/python\d|<frozen |<string>|/torchrun$|^torch/|^importlib"
@@ -66,6 +70,8 @@ class Traces:
         self._done: dict[str, Raised] = {}
         self._leads: dict[str, tuple[re.Pattern[str], int]] = {}
         """Unknown prefixes: how lines with them begin, and the rank that they name."""
+        self._thrown: dict[str, str] = {}
+        """The type of the C++ exception of which each stream says next what it was."""
         self._ignored: str | None = None
         """The stream whose next traceback Python itself ignores, as at its exit."""
 
@@ -107,7 +113,16 @@ class Traces:
         return True
 
     def _lone(self, line: Line) -> None:
-        """The last line of a traceback whose head is not here."""
+        """The last line of a traceback whose head is not here, or C++'s last words."""
+        if (found := _THROWN.match(line.text)) and len(self._thrown) < _STREAMS:
+            self._thrown[line.stream] = found[1]
+        elif (found := _WHAT.match(line.text)) and (name := self._thrown.pop(line.stream, "")):
+            known = any(one.rank == line.rank for one in self._evidence.raised)
+            if not known and not _AFTER.search(found[1]):
+                self._evidence.add(
+                    Raised(line.rank, line.host, name, found[1].strip()[:400], line.where,
+                           line.time, "", "", line.task, line.stream)
+                )  # fmt: skip
         if (found := _LONE.match(line.text)) and len(self._evidence.lone) < _STREAMS:
             name = line.text[: found.end(1)]
             self._evidence.lone.append(
