@@ -383,6 +383,14 @@ def read_dumps(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def free_port() -> int:
+    """Below those that the kernel gives away: another job's would take it before rank 0 does."""
+    while True:
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", random.randrange(16_000, 32_000)))
+            return int(tried.getsockname()[1])
+
+
 def run(program: str, kind: str, who: int) -> dict[str, Any]:
     """One job with one fault: what was said, and when; and over NCCL, what other readers say."""
     from evener.tools.why import Watch
@@ -393,9 +401,7 @@ def run(program: str, kind: str, who: int) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="evener-faults-"))
     lines: dict[int, list[str]] = {rank: [] for rank in range(RANKS)}
     said: list[tuple[float, str]] = []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     network = Network(folder) if kind in ("link", "one-way") else None
     (folder / "dumps").mkdir()
     pids: dict[int, int] = {}
