@@ -23,18 +23,18 @@ def describe(
     """Write tables, and how often their rows were used, to `path` for `evener plan-memory`.
 
     Gives what it writes: {"tables": [...]}. On several ranks it is collective, the counts are those
-    of all, and rank 0 writes. Raises UsageError where nothing was trained.
+    of all, and rank 0 writes. Raises UsageError, on all ranks, where one has trained nothing.
     """
     steps, tables = collection._steps_seen, []
     for config, module in zip(collection.configs, collection._modules_of, strict=True):
         table = module.table
         ranks = 1 if table.sharded is None else table.sharded.size
         ids, samples = np.array(collection._seen[config.name]).T
-        if not samples.all():
+        times, rows, trained = _frequencies(table, bool(samples.all()))
+        if not trained:
             raise UsageError(
                 f"table {config.name!r} was not trained", "describe it after some steps"
             )
-        times, rows = _frequencies(table)
         tables.append(
             {
                 "name": config.name,
@@ -55,14 +55,16 @@ def describe(
     return found
 
 
-def _frequencies(table: Table) -> tuple[np.ndarray, np.ndarray]:
-    """Counts that rows have, and how many rows have each, int64 [n], of all ranks."""
+def _frequencies(table: Table, trained: bool) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Counts that rows have, and how many rows have each, int64 [n], of all ranks; and whether all
+    of them have `trained`."""
     parts = [rows.frequencies for rows in table.store.export()]
     own = np.unique(np.concatenate(parts or [np.empty(0, np.int64)]), return_counts=True)
     if table.sharded is None:
-        return own
+        return *own, trained
     every: list[Any] = [None] * table.sharded.size
-    dist.all_gather_object(every, own, group=table._group)
-    times, counts = (np.concatenate(each) for each in zip(*every, strict=True))
+    dist.all_gather_object(every, (*own, trained), group=table._group)
+    *those, all_trained = zip(*every, strict=True)
+    times, counts = (np.concatenate(each) for each in those)
     found, place = np.unique(times, return_inverse=True)
-    return found, np.bincount(place, counts, len(found)).astype(np.int64)
+    return found, np.bincount(place, counts, len(found)).astype(np.int64), all(all_trained)
