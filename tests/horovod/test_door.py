@@ -16,6 +16,7 @@ from evener.tools.launch import horovod_path
 SCRIPT = """
 import atexit
 import os
+import time
 import timeit
 import horovod
 import horovod.torch as hvd
@@ -24,8 +25,15 @@ import torch.nn.functional as F
 from horovod.torch.mpi_ops import synchronize
 from evener.comm.world import gloo
 
-# Runs after Horovod's own end, which must leave no thread that could need the interpreter.
-atexit.register(lambda: gloo.threads() and os._exit(9))
+# Runs after Horovod's own end, which must leave no thread that could need the interpreter. The
+# kernel lists a thread for a moment after it was joined.
+def last():
+    end = time.monotonic() + 5
+    while gloo.threads():
+        if time.monotonic() > end:
+            os._exit(9)
+        time.sleep(0.01)
+atexit.register(last)
 hvd.init()
 torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 10))

@@ -151,9 +151,10 @@ def test_nothing_is_left_when_the_launcher_ends(engine: str, number: int, job: P
 @pytest.mark.parametrize("engine", ENGINES)
 def test_over_a_real_sshd(engine: str, job: Path, sshd: list[str]) -> None:
     script = str(job / "train.py")
+    over = (engine, "-H", "127.0.0.2:1,127.0.0.3:1", *sshd, "--start-timeout", "60")
     done = launch(
         job,
-        *(engine, "-H", "127.0.0.2:1,127.0.0.3:1", *sshd, "-x", "FOO=it's", sys.executable, script),
+        *(*over, "-x", "FOO=it's", sys.executable, script),
         LIGHT_INTRA_SIZE="2",
     )
     assert done.returncode == 0, done.stderr
@@ -162,7 +163,7 @@ def test_over_a_real_sshd(engine: str, job: Path, sshd: list[str]) -> None:
         "[1@127.0.0.3] rank 1 it's 2",
     ]
     running = subprocess.Popen(
-        command(engine, "-H", "127.0.0.2:1,127.0.0.3:1", *sshd, sys.executable, script, "wait"),
+        command(*over, sys.executable, script, "wait"),
         cwd=job,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

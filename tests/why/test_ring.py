@@ -6,6 +6,7 @@ import os
 import signal
 import struct
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -234,3 +235,30 @@ def test_rings_without_a_living_rank_are_removed_by_the_next_job(tmp_path: Path)
     os.utime(living / "rank.0", (time.time() - 60,) * 2)
     sweep([str(tmp_path)])
     assert set(jobs([str(tmp_path)])) == {"young"}
+
+
+def test_a_look_at_the_main_thread_keeps_nothing_of_it() -> None:
+    class Held:
+        """Stands for a process group in a variable of a function."""
+
+    looked, end = threading.Event(), threading.Event()
+    main = threading.get_ident()
+
+    def watch() -> None:
+        inside._look(inside._Loader(), 0.0, main)
+        looked.set()
+        end.wait()
+
+    def program() -> weakref.ref[Held]:
+        held = Held()
+        thread.start()
+        looked.wait()
+        return weakref.ref(held)
+
+    thread = threading.Thread(target=watch)
+    ref = program()
+    try:
+        assert ref() is None
+    finally:
+        end.set()
+        thread.join()

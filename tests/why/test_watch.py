@@ -85,7 +85,7 @@ def test_ranks_of_another_host_are_seen_by_ssh(tmp_path: Path, sshd: list[str]) 
     with out.open("w") as file:
         job = subprocess.Popen(
             [sys.executable, "-m", "evener", "launch", "-H", "127.0.0.2:2", *sshd, "--no-tag",
-             sys.executable, "train.py"],
+             "--start-timeout", "60", sys.executable, "train.py"],
             cwd=tmp_path, stdout=file, stderr=file,
             env={**os.environ, "EVENER_WATCH_FLOOR": "3"},
         )  # fmt: skip

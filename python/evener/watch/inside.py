@@ -193,9 +193,7 @@ def _serve(fd: int, folder: Path, rank: int) -> None:
             now = time.monotonic()
             groups = _groups()
             looks += 1
-            frame = sys._current_frames().get(main or 0)
-            waiting += _communicates(frame)
-            writer.loader(*loader.look(now, frame))
+            waiting += _look(loader, now, main or 0)
             if groups != known or now - said > 2.0:
                 known, said = groups, now
                 _tell(writer, {"groups": groups, "looks": looks, "waiting": waiting})
@@ -206,6 +204,17 @@ def _serve(fd: int, folder: Path, rank: int) -> None:
                 _answer(folder, rank, groups, STACKS in asks)
         except Exception:  # noqa: BLE001, S112 - groups that come and go; the next turn looks again
             continue
+
+
+def _look(loader: _Loader, now: float, main: int) -> bool:
+    """Write what the main thread does with its data loader; whether it communicates.
+
+    Its frame is let go at once: a frame keeps all that its functions hold, process groups too.
+    """
+    frame = sys._current_frames().get(main)
+    if writer is not None:
+        writer.loader(*loader.look(now, frame))
+    return _communicates(frame)
 
 
 def _tell(ring: Writer, state: dict[str, Any]) -> None:
