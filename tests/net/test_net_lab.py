@@ -118,6 +118,7 @@ def test_a_lost_carrier_is_noticed_and_comes_back() -> None:
         assert rows[0]["messages"] >= 16
         records = [json.loads(path.read_text()) for path in directory.glob("net-*.json")]
         assert len(records) == 2
+        more = []
         for record in records:
             # Paths of eth1 that are there at the end came after the repair, and carried. The node
             # that ends first closes those of the other.
@@ -125,12 +126,14 @@ def test_a_lost_carrier_is_noticed_and_comes_back() -> None:
             last = [path for path in record["net"]["paths"] + over if path["nic"] == "eth1"]
             carried = sum(path["bytes_sent"] for path in last)
             assert carried > 0
-            # Those that went before it count for the NIC as well.
             (nic,) = [nic for nic in record["net"]["devices"] if nic["name"] == "eth1"]
-            assert nic["bytes_sent"] > carried
+            more.append(nic["bytes_sent"] - carried)
             # Counted while something is waited for, and none lasts as long as the fault.
             silences = [us for _, us in record["net"]["silences_us"]]
             assert silences and max(silences) < 1_400_000, silences
+        # Those that went before it count for the NIC as well. The other node may hear that the
+        # first one was closed, once it can: then it is among those above.
+        assert min(more) >= 0 and max(more) > 0, more
     finally:
         for path in directory.glob("*"):
             path.unlink()
