@@ -414,6 +414,7 @@ def test_tables_that_cannot_be_are_refused(
         ({"frequencies": [[2, 10]], "samples": 0}, "samples=0"),
         ({"snapshot": "nowhere"}, "is no folder"),
         ({"snapshot": "."}, "there is no snapshot"),
+        ({"snapshot": []}, "an empty list"),
     ],
 )
 def test_uses_that_cannot_be_are_refused(use: dict[str, Any], words: str, tmp_path: Path) -> None:

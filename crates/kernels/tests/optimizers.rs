@@ -44,6 +44,21 @@ struct Owned {
     output: Vec<u16>,
 }
 
+/// The scales of blocks of moments.
+fn scales<const TOP: u32>(values: &[f32]) -> Vec<u8> {
+    let blocks = values.chunks(BLOCK);
+    blocks.map(|b| Grid::<TOP>::scale(largest(b))).collect()
+}
+
+/// Their codes, rounded down.
+fn codes<const TOP: u32>(values: &[f32], code: impl Fn(f32, Grid<TOP>) -> u8) -> Vec<u8> {
+    let pairs = values.chunks(BLOCK).zip(scales::<TOP>(values));
+    pairs
+        .flat_map(|(b, scale)| b.iter().map(move |x| (*x, Grid::new(scale))))
+        .map(|(x, grid)| code(x, grid))
+        .collect()
+}
+
 /// The largest of a block's numbers without their signs, as bits.
 fn largest(block: &[f32]) -> u32 {
     block.iter().map(|x| x.abs().to_bits()).max().unwrap_or(0)
@@ -63,34 +78,12 @@ impl Owned {
             gradient: values.iter().map(|x| x.1).collect(),
             narrow_moments: [narrow(&first), narrow(&second)],
             scales: [
-                first
-                    .chunks(BLOCK)
-                    .map(|b| Grid::<{ formats::FIRST }>::scale(largest(b)))
-                    .collect(),
-                second
-                    .chunks(BLOCK)
-                    .map(|b| Grid::<{ formats::SECOND }>::scale(largest(b)))
-                    .collect(),
+                scales::<{ formats::FIRST }>(&first),
+                scales::<{ formats::SECOND }>(&second),
             ],
             codes: [
-                first
-                    .chunks(BLOCK)
-                    .flat_map(|b| {
-                        let grid = Grid::new(Grid::<{ formats::FIRST }>::scale(largest(b)));
-                        b.iter()
-                            .map(move |x| to_first(*x, grid, 0))
-                            .collect::<Vec<_>>()
-                    })
-                    .collect(),
-                second
-                    .chunks(BLOCK)
-                    .flat_map(|b| {
-                        let grid = Grid::new(Grid::<{ formats::SECOND }>::scale(largest(b)));
-                        b.iter()
-                            .map(move |x| to_second(*x, grid, 0))
-                            .collect::<Vec<_>>()
-                    })
-                    .collect(),
+                codes(&first, |x, grid| to_first(x, grid, 0)),
+                codes(&second, |x, grid| to_second(x, grid, 0)),
             ],
             moments: [first, second],
             output: vec![0; values.len()],

@@ -592,7 +592,8 @@ class Rounds:
             at: [self._filled(fragment, values) for fragment in self.fragments]
             for at, values in state["loaded"].items()
         }
-        self._flight, self._unmet = None, True  # other ranks may have kept a flight
+        # Other ranks may have kept a flight.
+        self._flight, self._unmet = None, bool(self.overlap)
         if (flight := state.get("flight")) is not None:
             self._flight = Flight(
                 []

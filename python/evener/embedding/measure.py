@@ -44,7 +44,7 @@ class Row:
 
 @functools.cache
 def row(options: Options) -> Row:
-    """Of a store with these options, index and gaps left out."""
+    """Measure what one row takes in a store with these options, without the index and gaps."""
     with tempfile.TemporaryDirectory() as folder:
         # One shard that keeps few rows: others go to its file.
         tier = SsdTier(folder, rows=1)
@@ -62,7 +62,7 @@ def row(options: Options) -> Row:
 
 @functools.cache
 def index(rows: int) -> tuple[float, float]:
-    """Of a store of `rows` rows: places for rows that are free, and bytes of the index.
+    """Measure a store of `rows` rows: how many places for rows are free, and the index's bytes.
 
     Both grow in steps, shard by shard, and are the same for rows of any width: read from one of
     narrow rows, with fewer shards where that leaves as many rows in each.

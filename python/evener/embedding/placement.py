@@ -20,7 +20,7 @@ from evener.embedding.use import Use
 from evener.errors import UsageError
 
 GAPS = 2
-"""Bytes of an SSD's file by those of its rows, at most: a log moves rows where half are gaps."""
+"""How many times the bytes of its rows an SSD's file may take: it is cleaned at half gaps."""
 
 FROM_SSD = 9.3e-6
 """Seconds to read a row from the device, one thread (benchmarks/results/
@@ -30,7 +30,7 @@ _ENDLESS = 1 << 60
 
 _MOST = (1 << 31) - (1 << 14)  # rows of a store: ids have 31 bits, and shards take them in runs
 
-REACHED = 0.94
+PAYLOAD = 0.94
 """What TCP over IPv4 carries of a network's rate: 1448 of 1538 bytes of a frame."""
 
 
@@ -61,7 +61,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Place:
-    """Of one table on one rank. Rows on the GPU are copies of some that are in host memory.
+    """Where one rank keeps its rows of one table. Rows on the GPU are copies of some on the host.
 
     `distinct`: rows that a step asks this rank for. Bytes of each tier; `kept` and `cold`: shares
     of `distinct` that are on the GPU, and that come from the SSD. `crossing`: bytes that this rank
@@ -95,7 +95,7 @@ class Plan:
     budget: Budget
 
     def bytes(self, tier: str) -> int:
-        """Of "gpu", "host" or "ssd", all tables."""
+        """Return how many bytes all tables take in a tier: "gpu", "host" or "ssd"."""
         return sum(int(getattr(place, f"{tier}_bytes")) for place in self.places)
 
     @property
@@ -259,7 +259,7 @@ def seconds(plan: Plan, cluster: Cluster, rate: int) -> dict[str, float]:
         "lookups": looked * cluster.ranks,
         "optimizer": stepped * cluster.ranks,
         "SSD": cold,
-        "network": crossing * 8 / (REACHED * rate),
+        "network": crossing * 8 / (PAYLOAD * rate),
     }
 
 
@@ -291,5 +291,5 @@ def nearest(tables: Sequence[Table], cluster: Cluster, budget: Budget, at: Plan)
 
 
 def _gigabytes(size: int) -> str:
-    """Rounded up: to 0.1 GB where few."""
+    """Return bytes as GB, rounded up: to 0.1 GB below 10 GB."""
     return f"{math.ceil(size / 1e8) / 10:g}GB" if size < 1e10 else f"{math.ceil(size / 1e9)}GB"

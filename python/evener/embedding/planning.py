@@ -132,6 +132,8 @@ def _use(given: dict[str, Any], rows: int, ids: float, folder: Path, samples: in
 
 def _snapshots(folders: list[Path]) -> tuple[np.ndarray, np.ndarray, int]:
     """Frequencies, how many rows have each, and steps; of one folder per rank."""
+    if not folders:
+        raise UsageError("snapshot is an empty list", "give one folder per rank")
     found = []
     for folder in folders:
         store = opened(folder, f"evener-plan-{folder}")
@@ -148,7 +150,7 @@ def _snapshots(folders: list[Path]) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _budget(gpu: str, host: str, ssd: str) -> Budget:
-    """Of a node. An SSD need not be here where its size is given."""
+    """Read the budget of a node. With a size, the SSD may be one that this machine lacks."""
     limits: dict[str, str | int] = {"gpu": 0 if gpu == "auto" else gpu, "host": host}
     folder, colon, amount = ssd.rpartition(":")
     if folder and colon and has_unit(amount):

@@ -63,7 +63,7 @@ _compiling: Callable[[], bool] = bool
 """torch.compiler.is_dynamo_compiling. Kept: to look it up through torch is slow right after a step,
 when nothing of it is in the caches."""
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Of data loaders; and how many there ever were."""
+"""The iterators of data loaders that are alive; `_made` counts all that were ever made."""
 _made = 0
 _members: dict[str, tuple[Any, list[int]]] = {}
 """Name of a group > torch's dict of its ranks, and the ranks in order: sorted once."""

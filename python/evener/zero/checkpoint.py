@@ -662,7 +662,7 @@ def load(engine: Engine, path: str | Path) -> Any:
 
 
 def _steps(meta: dict[str, Any], chunk: Chunk) -> list[int]:
-    """Of each parameter. Checkpoints of before have them by chunk, or one number for a chunk."""
+    """Return the steps of each parameter. Older checkpoints counted them per chunk."""
     if "steps" in meta:
         return [meta["steps"].get(piece.name, 0) for piece in chunk.group.pieces]
     steps = meta["chunk_steps"].get(chunk.group.name, meta["step"])
