@@ -13,8 +13,9 @@ import torch
 from evener import zero
 from evener.base import optimizers as _optimizers
 from evener.zero.chunk import Chunk
+from evener.zero.lanes import Lanes
 from evener.zero.rules import RULES, Rule
-from evener.zero.states import Noise, States
+from evener.zero.states import SLICE, Noise, States
 from tests.zero.models import Model, batches, loss_of
 from tests.zero.test_engine import configuration, weights
 from tests.zero.test_lanes import begin_rule
@@ -93,6 +94,31 @@ def test_bits_do_not_depend_on_lane_or_place(moments: str, monkeypatch: pytest.M
     assert shares["stream"] > 0
     for other in (some, both):
         assert all(torch.equal(want[name], other[name]) for name in want)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_slots_take_no_memory_that_is_still_computed_with(
+    moments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training loop runs ahead of the GPU: what it has freed when the first slice streams is
+    written to later."""
+    own = {"evener": {"moments": moments}}
+    want, _ = train(**own)
+    inner = Lanes.put
+
+    def ahead(lanes: Lanes, jobs: Any) -> None:
+        freed = [torch.empty(SLICE, dtype=t, device="cuda") for t in (torch.float32, torch.bfloat16)
+                 for _ in range(9)]  # fmt: skip
+        torch.cuda._sleep(200_000_000)
+        for each in freed:
+            each.fill_(torch.nan)
+        freed.clear()
+        inner(lanes, jobs)
+
+    monkeypatch.setattr(Lanes, "put", ahead)
+    found, shares = train(streaming=True, **own)
+    assert shares["stream"] > 0
+    assert all(torch.equal(want[name], found[name]) for name in want)
 
 
 def test_activations_on_the_host_change_no_bit() -> None:

@@ -65,11 +65,13 @@ class _Slot:
     empty: Event | None = None
 
     def room(self, name: str, like: torch.Tensor, numel: int, device: Device) -> torch.Tensor:
-        """Room for `numel` elements of the dtype of `like`; allocated once."""
+        """Room for `numel` elements of the dtype of `like`; allocated once. In the stream that
+        fills it: memory that the training loop has freed may still be computed with."""
         key = (name, like.dtype)
         if key not in self.tensors:
             count = SLICE // stride(name)
-            self.tensors[key] = torch.empty(count, dtype=like.dtype, device=device.device)
+            with device.on("states in"):
+                self.tensors[key] = torch.empty(count, dtype=like.dtype, device=device.device)
         return self.tensors[key][:numel]
 
 

@@ -160,6 +160,8 @@ def _adam(
         tl.store(first + at, _stochastic(m, random), inside)
         tl.store(second + at, _stochastic(v, random >> 16), inside)
     else:
+        # Until all threads have read the scales that one of them overwrites.
+        tl.debug_barrier()
         block = tl.program_id(0).to(tl.int64) * (BLOCK // 256) + tl.arange(0, BLOCK // 256)
         m = m.to(tl.int32, bitcast=True)
         scale = _scale(m & 0x7FFFFFFF, inside, 15, BLOCK)
