@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from evener import zero
 from evener.errors import UsageError
-from evener.zero import vocabulary
+from evener.zero import tiles
 from evener.zero.vocabulary import Head, LazyLogits, linear_cross_entropy
 
 from .models import Model, batches
@@ -51,7 +52,7 @@ def gradients(
 def test_loss_and_gradients_are_those_of_whole_logits(
     dtype: torch.dtype, bias: bool, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vocabulary, "PART", 60 * 256)  # four parts
+    monkeypatch.setattr(tiles, "PART", 60 * 256)  # four parts
     close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 4e-3}
     for a, b in zip(
         gradients(True, dtype, bias, reduction), gradients(False, dtype, bias, reduction),
@@ -85,16 +86,19 @@ def test_views_stay_lazy_and_all_else_is_whole() -> None:
         torch.testing.assert_close(found.whole(), call(whole))
     others: list[Any] = [
         lambda x: x[..., :3],
-        lambda x: x.argmax(-1),
         lambda x: x.softmax(-1),
         lambda x: x + 1,
+        lambda x: x * torch.tensor(2.0),
+        lambda x: x.argmax(1),
+        lambda x: x.logsumexp(1),
+        lambda x: x.gather(1, torch.zeros(2, 1, 40, dtype=torch.int64)),
         lambda x: x.transpose(0, 1),
         lambda x: x.mT,
         lambda x: x.detach(),
         lambda x: x.view(2, -1),
         lambda x: torch.cat([x, x]),
         lambda x: functional.cross_entropy(x.view(-1, 40), torch.zeros(10, dtype=torch.int64),
-                                           label_smoothing=0.1),
+                                           weight=torch.ones(40)),
     ]  # fmt: skip
     for number, call in enumerate(others):
         found = call(lazy)
@@ -221,7 +225,7 @@ def test_memory_without_logits() -> None:
             return functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
     def peak(loss: str, part: int) -> int:
-        vocabulary.PART, before = part, vocabulary.PART
+        tiles.PART, before = part, tiles.PART
         try:
             torch.manual_seed(0)
             with engine_of(
@@ -230,7 +234,7 @@ def test_memory_without_logits() -> None:
                 train(engine, 1, rows=32)
                 found = engine.memory()
         finally:
-            vocabulary.PART = before
+            tiles.PART = before
         assert 0.97 < found["gpu planned"] / found["gpu peak"] < 1.03, found
         return found["gpu peak"]
 
@@ -354,3 +358,150 @@ def test_a_function_of_ones_own_after_a_write_is_refused() -> None:
     logits.mul_(2.0)
     with pytest.raises(UsageError, match="write to a copy"):
         Own.apply(logits, torch.zeros(3, dtype=torch.int64)).backward()
+
+
+def _capped(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Gemma 2's logits."""
+    x = torch.tanh(x / 3.0) * 3.0
+    return functional.cross_entropy(x[:, :-1].float().reshape(-1, 40), y[:8])
+
+
+def _smoothed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(0.5 * x.view(-1, 40), y, label_smoothing=0.1, ignore_index=3)
+
+
+def _label_smoother(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """As transformers' Trainer has it."""
+    logs = -functional.log_softmax(x, dim=-1)
+    at = y.view(2, 5, 1)
+    first = logs.gather(dim=-1, index=at).masked_fill_(at == 3, 0.0)
+    even = logs.sum(dim=-1, keepdim=True, dtype=torch.float32).masked_fill_(at == 3, 0.0)
+    return 0.9 * first.sum() / 10 + 0.1 * even.sum() / 400
+
+
+def _of_zloss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return (
+        functional.nll_loss(wide.view(-1, 40).log_softmax(-1), y)
+        + 1e-2 * torch.logsumexp(wide, dim=-1, keepdim=True).square().mean()
+    )
+
+
+def _preferred(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The better of two answers, as DPO has it, and what its metrics read."""
+    x = x / 0.7
+    at = y.view(2, 5)
+    norms = torch.stack([torch.logsumexp(row, dim=-1) for row in x])
+    logs = torch.gather(x, dim=-1, index=at.unsqueeze(-1)).squeeze(-1) - norms
+    with torch.no_grad():
+        entropy = 0.0
+        for part in x.reshape(-1, 40).split(3, dim=0):
+            own = functional.log_softmax(part, dim=-1)
+            entropy += -(torch.exp(own) * own).sum(-1).sum()
+        right = (x.argmax(dim=-1) == at).float().mean()
+        assert x.max() > 0
+    better, worse = logs.sum(-1)
+    return -functional.logsigmoid(better - worse) + 0.0 * entropy + 0.0 * right
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part", [20, 1 << 25])
+@pytest.mark.parametrize(
+    "loss", [_capped, _smoothed, _label_smoother, _of_zloss, _preferred], ids=lambda f: f.__name__
+)
+def test_losses_of_others_need_no_whole_logits(
+    loss: Any, part: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "PART", part)
+    monkeypatch.setattr(tiles, "LEAST", 7)
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 40).to(dtype)
+    hidden = torch.randn(2, 5, 8).mul(3).to(dtype).requires_grad_()
+    targets = torch.randint(0, 40, (10,))
+    given = [hidden, linear.weight, linear.bias]
+    # Torch rounds log-probabilities of bfloat16 logits to bfloat16: the reference does not.
+    wide = [x.detach().float().requires_grad_() for x in given]
+    plain = loss(functional.linear(wide[0], wide[1], wide[2]), targets)
+    expected = torch.autograd.grad(plain, wide)
+    lazy = Head(linear).forward(hidden)
+    found = loss(lazy, targets)
+    assert lazy.parts
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 2e-2}
+    torch.testing.assert_close(found.float(), plain, **close)
+    for mine, theirs in zip(torch.autograd.grad(found, given), expected, strict=True):
+        torch.testing.assert_close(mine.float(), theirs, **close)
+
+
+_STEPS: list[Any] = [
+    lambda x: x * 1.5,
+    lambda x: 0.5 * x,
+    lambda x: x / 3,
+    lambda x: -x,
+    torch.tanh,
+    lambda x: x.float(),
+    lambda x: x.to(torch.float64),
+    lambda x: x.contiguous(),
+    lambda x: x[1:],
+    lambda x: x[:, 1:],
+    lambda x: x.unbind(0)[-1][None],
+    lambda x: x.split(2)[0],
+    lambda x: x.log_softmax(-1),
+    lambda x: x.flatten(0, 1)[None],
+    lambda x: x.log_softmax(-1).neg(),
+    lambda x: x.exp().clamp(max=9),
+    lambda x: x.mul_(0.75),
+]
+_ENDS: list[Any] = [
+    lambda x: x.logsumexp(-1).sum(),
+    lambda x: x.sum(-1).square().mean(),
+    lambda x: x.gather(-1, x.argmax(-1, keepdim=True)).sum(),
+    lambda x: x.gather(-1, torch.tensor([3, 3, 0]).expand(*x.shape[:-1], 3)).tanh().sum(),
+    lambda x: functional.cross_entropy(
+        x.reshape(-1, 12), torch.arange(x[..., 0].numel()) % 12, label_smoothing=0.2
+    ),
+    lambda x: functional.nll_loss(
+        functional.log_softmax(x, -1).view(-1, 12), torch.arange(x[..., 0].numel()) % 12
+    ),
+    lambda x: x.softmax(-1).square().sum(),
+]
+
+
+def _program(seed: int, lazily: bool) -> tuple[list[torch.Tensor] | None, bool]:
+    """Its loss and gradients, or None where torch refuses; and whether logits stayed lazy."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    linear = nn.Linear(4, 12, dtype=torch.float64)
+    hidden = torch.randn(3, 4, 4, dtype=torch.float64, requires_grad=True)
+    logits = Head(linear).forward(hidden) if lazily else linear(hidden)
+    known, total = [logits], torch.zeros((), dtype=torch.float64)
+    try:
+        for _ in range(draw.randint(2, 7)):
+            before = known[-1] if draw.random() < 0.7 else draw.choice(known)
+            known.append(draw.choice(_STEPS)(before))
+        for _ in range(draw.randint(1, 3)):
+            last = draw.choice(known[-3:])
+            total = total + draw.choice(_ENDS)(last)
+        found = torch.autograd.grad(total, [hidden, linear.weight, linear.bias])
+    except RuntimeError:  # what `unbind` and `split` gave is written to
+        return None, False
+    return [total.detach(), *found], lazily and logits.parts
+
+
+def test_random_programs_give_what_whole_logits_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views, copies, writes and ends in any order, from seeds; several of them stay in use."""
+    monkeypatch.setattr(tiles, "PART", 1)
+    monkeypatch.setattr(tiles, "LEAST", 5)
+    lazy = finite = 0
+    for seed in range(300):
+        expected, _ = _program(seed, False)
+        found, stayed = _program(seed, True)
+        if expected is None:
+            continue
+        assert found is not None, seed
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-5, atol=1e-5, equal_nan=True, msg=f"seed {seed}"
+            )
+        lazy += stayed
+        finite += bool(expected[0].isfinite())
+    assert lazy > 10 and finite > 250, (lazy, finite)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from evener.zero.vocabulary import LazyLogits, in_vocabulary, linear_cross_entropy
+from evener.zero.tiles import in_vocabulary
+from evener.zero.vocabulary import LazyLogits, linear_cross_entropy
 
 SLAB = 1024
 """Rows of logits that are widened to float32 at a time."""
@@ -61,7 +62,7 @@ def cross_entropy(
     """
     if isinstance(logits, LazyLogits):
         rows = logits.reshape(-1, logits.shape[-1])
-        if isinstance(rows, LazyLogits) and rows.parts:
+        if isinstance(rows, LazyLogits) and rows.parts and rows.logs is None:
             return linear_cross_entropy(rows, targets.reshape(-1), ignore_index)
         logits = logits.whole()
     found: torch.Tensor = _CrossEntropy.apply(

@@ -1,14 +1,15 @@
-"""The last linear layer and the cross-entropy after it, in one: logits are never whole.
+"""Logits that are never whole: the last linear layer of a model and the loss after it.
 
 Logits of 8,192 tokens and 152,000 words take 2.5 GB in bfloat16 and 16 bytes each with the loss in
-float32: 20 GB. Here the layer gives `LazyLogits`, which hold its input. A cross-entropy of them is
-computed over parts of the vocabulary: first the norms of the rows (log-sum-exp, kept in float32),
-then, in the backward pass, each part's logits once more, and its gradients. A weight's gradient is
-one product as ever, and the input's is summed in float32, so the rounding is that of the plain way.
+float32: 20 GB. Here the layer gives `LazyLogits`, which hold its input. What a loss asks of them is
+computed over parts of the vocabulary (see `tiles`): cross-entropy, log-sum-exp, chosen words, sums,
+the largest word, and those of their log-softmax.
 
 Lazy logits are in autograd's graph as what they stand for. Views, slices and casts of them stay
-lazy. Whatever else is asked of any of them makes all whole, once and for good: from then on they
-are plain tensors in all they do, and what is written to one is in all its views.
+lazy, and so do logits that are scaled or capped (`tanh(x / 30) * 30`). Whatever else is asked of
+any of them makes all whole, once and for good: from then on they are plain tensors in all they do,
+and what is written to one is in all its views. Without gradients (metrics), what only reads a slice
+computes that slice, and the rest stays lazy.
 
 `Head` stands in for the layer of a model. A weight may be away when it is needed (see `loading`):
 `hold` brings it for as long as it is used.
@@ -24,18 +25,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from evener.errors import UsageError
+from evener.zero import tiles
+from evener.zero.tiles import Step, Steps
 
 logger = logging.getLogger("evener.zero")
-
-PART = 32 << 20
-"""Logits that exist at a time."""
 
 SMALLEST = 2048
 """Words below which a vocabulary is not worth it."""
@@ -104,10 +103,6 @@ def find(model: nn.Module, force: bool = False) -> nn.Linear | None:
     return layer
 
 
-def _width(rows: int, words: int) -> int:
-    return min(words, max(256, PART // max(1, rows) // 256 * 256))
-
-
 class _Linear(torch.autograd.Function):
     """Whole logits: the layer, with its weight brought for the backward pass as well. With `raw`
     the logits are lazy, and their gradient comes from what autograd hands on without asking them
@@ -142,6 +137,11 @@ class _Linear(torch.autograd.Function):
                 "write to a copy: logits.clone()",
             )
         (hidden,) = ctx.saved_tensors
+        if ctx.raw is not None and not all(step.cast for step in ctx.raw.steps):
+            with ctx.head.hold():
+                layer = ctx.head.linear
+                logits = functional.linear(hidden, layer.weight, layer.bias)
+            gradient = tiles.pull(logits, ctx.raw.steps, lambda _: gradient)
         gradient = gradient.to(hidden.dtype)
         needs, flat = ctx.needs_input_grad, gradient.reshape(-1, gradient.shape[-1])
         back = grown = None
@@ -153,104 +153,28 @@ class _Linear(torch.autograd.Function):
         return back, grown, flat.sum(0) if needs[2] else None, None, None
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses of rows, float32 [n], of hidden [n, width] and a weight [words, width]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        _weight: torch.Tensor,
-        _bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        ignore: int,
-        head: Head,
-    ) -> torch.Tensor:
-        rows, words = hidden.shape[0], head.linear.out_features
-        kept = targets != ignore
-        in_vocabulary(targets, kept, words)
-        at = torch.where(kept, targets, 0)
-        norms = hidden.new_full((rows,), -torch.inf, dtype=torch.float32)
-        picked = hidden.new_zeros((rows,), dtype=torch.float32)
-        step = _width(rows, words)
-        with head.hold():
-            # Not `weight`: what the parameter is now, it was bound by `hold`.
-            w, b = head.linear.weight.detach(), head.linear.bias
-            for begin in range(0, words, step):
-                end = min(begin + step, words)
-                part = None if b is None else b.detach()[begin:end]
-                wide = functional.linear(hidden, w[begin:end], part).float()
-                inside = (at >= begin) & (at < end)
-                place = (at - begin).clamp(0, end - begin - 1)
-                found = wide.gather(1, place[:, None]).squeeze(1)
-                picked = torch.where(inside, found, picked)
-                norms = torch.logaddexp(norms, torch.logsumexp(wide, 1)) if begin else (
-                    torch.logsumexp(wide, 1)
-                )  # fmt: skip
-                del wide
-        ctx.save_for_backward(hidden, at, kept, norms)
-        ctx.head = head
-        return torch.where(kept, norms - picked, 0.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        hidden, at, kept, norms = ctx.saved_tensors
-        head: Head = ctx.head
-        rows, words = hidden.shape[0], head.linear.out_features
-        _, weights, biases, *_ = ctx.needs_input_grad
-        factor = torch.where(kept, gradient, 0.0)[:, None]
-        step = _width(rows, words)
-        into = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        with head.hold():
-            w, b = head.linear.weight.detach(), head.linear.bias
-            grown = torch.empty_like(w) if weights else None
-            lifted = torch.empty_like(b) if biases and b is not None else None
-            for begin in range(0, words, step):
-                end = min(begin + step, words)
-                part = None if b is None else b.detach()[begin:end]
-                wide = functional.linear(hidden, w[begin:end], part).float()
-                wide.sub_(norms[:, None]).exp_()
-                inside = ((at >= begin) & (at < end)).to(wide.dtype)
-                place = (at - begin).clamp(0, end - begin - 1)
-                wide.scatter_add_(1, place[:, None], -inside[:, None])
-                found = wide.mul_(factor).to(hidden.dtype)
-                del wide
-                if into is not None:
-                    into.add_(found @ w[begin:end])
-                if grown is not None:
-                    torch.mm(found.t(), hidden, out=grown[begin:end])
-                if lifted is not None:
-                    lifted[begin:end] = found.sum(0)
-                del found
-        back = None if into is None else into.to(hidden.dtype)
-        return back, grown, lifted, None, None, None
-
-
-def in_vocabulary(targets: torch.Tensor, kept: torch.Tensor, words: int) -> None:
-    """Raise where a target is no word, as torch's cross-entropy does; on a GPU as it does there, by
-    an assertion that ends the job when it is seen."""
-    if isinstance(targets, FakeTensor):
-        return
-    inside = ~kept | ((targets >= 0) & (targets < words))
-    if targets.device.type == "cuda":
-        torch._assert_async(inside.all(), f"a target is outside of the {words} classes")
-    elif not inside.all():
-        raise IndexError(f"Target {int(targets[~inside][0])} is out of bounds.")
-
-
 def linear_cross_entropy(
-    logits: LazyLogits, targets: torch.Tensor, ignore_index: int = -100, reduction: str = "mean"
+    logits: LazyLogits,
+    targets: torch.Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """`functional.cross_entropy` of lazy logits [n, words] in float32, targets int64 [n]."""
-    head = logits.head
-    losses: torch.Tensor = _LinearCrossEntropy.apply(
-        logits.hidden, head.linear.weight, head.linear.bias, targets, ignore_index, head
-    )
+    kept = targets != ignore_index
+    tiles.in_vocabulary(targets, kept, logits.shape[-1])
+    at = torch.where(kept, targets, 0)[:, None]
+    norms, picked, totals = logits.reduce(at, norms=True, totals=label_smoothing > 0)
+    assert norms is not None and picked is not None
+    losses = norms - picked[:, 0]
+    if totals is not None:
+        even = norms - totals / logits.shape[-1]
+        losses = losses.mul(1 - label_smoothing).add(even, alpha=label_smoothing)
+    losses = torch.where(kept, losses, 0.0)
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+    return total if reduction == "sum" else total / kept.sum()
 
 
 def _cross_entropy(
@@ -263,23 +187,51 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    plain = weight is None and size_average is None and reduce is None and not label_smoothing
     if (
-        not plain
-        or not isinstance(input, LazyLogits)
-        or not input.parts
-        or input.dim() != 2
-        or reduction not in ("mean", "sum", "none")
-        or isinstance(target, LazyLogits)
-        or target.dtype != torch.int64
-        or target.shape != input.shape[:1]
-        or target.device != input.device
+        any(given is not None for given in (weight, size_average, reduce))
+        or not _loss_in_parts(input, target, reduction)
+        or input.logs is not None
+        or not 0 <= label_smoothing <= 1
     ):
         return functional.cross_entropy(
             _real(input), _real(target), weight, size_average, ignore_index, reduce, reduction,
             label_smoothing,
         )  # fmt: skip
+    found = linear_cross_entropy(input, target, ignore_index, reduction, label_smoothing)
+    return found.to(input.dtype)
+
+
+def _nll_loss(
+    input: Any,
+    target: torch.Tensor,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    if (
+        any(given is not None for given in (weight, size_average, reduce))
+        or not _loss_in_parts(input, target, reduction)
+        or input.logs != 1.0
+    ):
+        return functional.nll_loss(
+            _real(input), _real(target), weight, size_average, ignore_index, reduce, reduction
+        )
     return linear_cross_entropy(input, target, ignore_index, reduction).to(input.dtype)
+
+
+def _loss_in_parts(input: Any, target: Any, reduction: str) -> bool:
+    return (
+        isinstance(input, LazyLogits)
+        and input.parts
+        and input.dim() == 2
+        and reduction in ("mean", "sum", "none")
+        and not isinstance(target, LazyLogits)
+        and target.dtype == torch.int64
+        and target.shape == input.shape[:1]
+        and target.device == input.device
+    )
 
 
 def _real(value: Any) -> Any:
@@ -292,14 +244,20 @@ def whole(tree: Any) -> Any:
 
 
 class _Raw:
-    """Logits that several views share: `value` from when they are whole. `copies`: lazy casts,
-    which become whole at the same time, as what is written later is not in a cast. `dtype`: of a
-    cast."""
+    """Logits that several views share: `value` from when they are whole. `copies`: what was made
+    of them and is lazy (casts, capped ones), which becomes whole at the same time, as what is
+    written later is not in a copy. `steps`: from the layer's logits to these, `dtype` of them.
+    `logs`: they are the log-softmax of that, times this number."""
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype | None = None,
+        steps: Steps = (),
+        logs: float | None = None,
+    ) -> None:
         self.value: torch.Tensor | None = None
         self.copies: list[weakref.ref[LazyLogits]] = []
-        self.dtype = dtype
+        self.dtype, self.steps, self.logs = dtype, steps, logs
 
     @property
     def changed(self) -> bool:
@@ -349,10 +307,42 @@ class LazyLogits(torch.Tensor):
                         other.whole()
             return self.raw.value
 
+    @property
+    def logs(self) -> float | None:
+        """What the log-softmax is multiplied by that these are; None: they are none."""
+        return self.raw.logs
+
     def cut(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same logits of `hidden`, which is this one's without its graph."""
-        found: torch.Tensor = LazyLogits.of(hidden, self.head)
-        return found.to(self.dtype)
+        found = LazyLogits.of(hidden, self.head)
+        for step in self.raw.steps:
+            found = found.after(step)
+        return found if self.logs is None else _logs(found, self.dtype, self.logs)
+
+    def after(self, step: Step) -> LazyLogits:
+        """These after one step more, lazy."""
+        with _disable_current_modes():
+            dtype = step.how(torch.empty(0, dtype=self.dtype)).dtype
+        return self._next(self.hidden, step.how, _Raw(dtype, (*self.raw.steps, step)))
+
+    def peek(self) -> torch.Tensor:
+        """The values, without a graph; they stay lazy."""
+        if self.raw.value is not None:
+            return self.whole().detach()
+        with torch.no_grad(), self.head.hold():
+            linear = self.head.linear
+            found = tiles.follow(
+                functional.linear(self.hidden, linear.weight, linear.bias), self.raw.steps
+            )
+            if self.logs is not None:
+                found = functional.log_softmax(tiles.wide(found), -1).mul_(self.logs)
+            return found.to(self.dtype)
+
+    def reduce(
+        self, index: torch.Tensor | None = None, norms: bool = False, totals: bool = False
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """`tiles.reduce` of these (not of a log-softmax)."""
+        return tiles.reduce(self.hidden, self.head, self.raw.steps, index, norms, totals)
 
     def _next(
         self, hidden: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor], raw: _Raw
@@ -368,8 +358,8 @@ class LazyLogits(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is functional.cross_entropy:
-            return _cross_entropy(*args, **kwargs)
+        if func in _LOSSES:
+            return _LOSSES[func](*args, **kwargs)
         if func in _PLAIN or (
             getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ in _ATTRIBUTES
         ):
@@ -380,7 +370,12 @@ class LazyLogits(torch.Tensor):
             found = _LAZY[func](first, *args[1:], **kwargs)
             if found is not None:
                 return found
-        args, kwargs = whole((args, kwargs))
+        if func in _READ and not torch.is_grad_enabled():
+            args, kwargs = tree_map(
+                lambda x: x.peek() if isinstance(x, LazyLogits) else x, (args, kwargs)
+            )
+        else:
+            args, kwargs = whole((args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -395,24 +390,19 @@ class LazyLogits(torch.Tensor):
                 f"{func} would write to logits that are not computed yet", "use logits.clone()"
             )
 
-        def values(x: Any) -> Any:
-            if not isinstance(x, LazyLogits):
-                return x
-            if x.raw.value is not None:
-                return x.whole().detach()
-            with x.head.hold():
-                linear = x.head.linear
-                return functional.linear(x.hidden, linear.weight, linear.bias).to(x.dtype)
-
-        args, kwargs = tree_map(values, (args, kwargs or {}))
+        args, kwargs = tree_map(
+            lambda x: x.peek() if isinstance(x, LazyLogits) else x, (args, kwargs or {})
+        )
         return func(*args, **kwargs)
 
 
 def _cast(x: LazyLogits, dtype: torch.dtype) -> LazyLogits:
     if x.dtype == dtype:
         return x
-    raw = _Raw(dtype)
-    return x._next(x.hidden, lambda logits: logits.to(dtype), raw)
+    if x.logs is not None:
+        raw = _Raw(dtype, x.raw.steps, x.logs)
+        return x._next(x.hidden, lambda logits: logits.to(dtype), raw)
+    return x.after(Step(lambda logits: logits.to(dtype), cast=True))
 
 
 def _to(x: LazyLogits, *args: Any, **kwargs: Any) -> LazyLogits | None:
@@ -435,7 +425,11 @@ def _contiguous(x: LazyLogits, **kwargs: Any) -> LazyLogits | None:
         return None
     if _geometry(x).is_contiguous():
         return x
-    return x._next(x.hidden, lambda logits: logits.contiguous(), _Raw(x.dtype))
+    return x._next(x.hidden, lambda logits: logits.contiguous(), _copy(x))
+
+
+def _copy(x: LazyLogits) -> _Raw:
+    return _Raw(x.dtype, x.raw.steps, x.logs)
 
 
 def _geometry(x: LazyLogits) -> torch.Tensor:
@@ -454,7 +448,7 @@ def _rows(
     view = _geometry(x)
     with _disable_current_modes():
         viewed = how(view)._is_view()
-    return x._next(hidden, how, x.raw if viewed else _Raw(x.dtype))
+    return x._next(hidden, how, x.raw if viewed else _copy(x))
 
 
 def _view(x: LazyLogits, *shape: Any, **kwargs: Any) -> LazyLogits | None:
@@ -501,21 +495,161 @@ def _item(x: LazyLogits, index: Any) -> LazyLogits | None:
             return None
     elif len(given) >= x.dim() and given[-1] != every:
         return None
+    return _index(x, index)
+
+
+def _index(x: LazyLogits, index: Any) -> LazyLogits:
     return x._next(x.hidden[index], lambda logits: logits[index], x.raw)
 
 
-_LAZY: dict[Any, Callable[..., LazyLogits | None]] = {
+def _unbind(x: LazyLogits, dim: int = 0) -> tuple[LazyLogits, ...] | None:
+    if dim != 0 or x.dim() < 2:
+        return None
+    return tuple(_index(x, n) for n in range(len(x)))
+
+
+def _split(x: LazyLogits, size: Any, dim: int = 0) -> tuple[LazyLogits, ...] | None:
+    if dim != 0 or x.dim() < 2 or not isinstance(size, int) or size < 1:
+        return None
+    return tuple(_index(x, slice(n, n + size)) for n in range(0, max(1, len(x)), size))
+
+
+def _scaled(x: LazyLogits, by: Any, times: Callable[[Any], Any], factor: float) -> Any:
+    if isinstance(by, bool) or not isinstance(by, int | float):
+        return None
+    if x.logs is not None:
+        return x._next(x.hidden, times, _Raw(x.dtype, x.raw.steps, x.logs * factor))
+    return x.after(Step(times))
+
+
+def _mul(x: LazyLogits, by: Any, **kwargs: Any) -> Any:
+    return None if kwargs else _scaled(x, by, lambda logits: logits * by, by)
+
+
+def _div(x: LazyLogits, by: Any, **kwargs: Any) -> Any:
+    return None if kwargs or by == 0 else _scaled(x, by, lambda logits: logits / by, 1 / by)
+
+
+def _neg(x: LazyLogits) -> Any:
+    return _scaled(x, -1, lambda logits: -logits, -1)
+
+
+def _tanh(x: LazyLogits, **kwargs: Any) -> LazyLogits | None:
+    return None if kwargs or x.logs is not None else x.after(Step(torch.tanh))
+
+
+def _logs(x: LazyLogits, dtype: torch.dtype, scale: float = 1.0) -> LazyLogits:
+    def how(logits: torch.Tensor) -> torch.Tensor:
+        found = functional.log_softmax(logits, -1, dtype=dtype)
+        return found if scale == 1.0 else found * scale
+
+    return x._next(x.hidden, how, _Raw(dtype, x.raw.steps, scale))
+
+
+def _log_softmax(
+    x: LazyLogits, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> LazyLogits | None:
+    return _logs(x, dtype or x.dtype) if _last(x, dim) and x.logs is None else None
+
+
+def _last(x: LazyLogits, dim: Any) -> bool:
+    if isinstance(dim, tuple | list) and len(dim) == 1:
+        dim = dim[0]
+    return isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, x.dim() - 1)
+
+
+def _logsumexp(x: LazyLogits, dim: Any, keepdim: bool = False, **kwargs: Any) -> Any:
+    if kwargs or x.logs is not None or not _last(x, dim):
+        return None
+    norms, _, _ = x.reduce(norms=True)
+    assert norms is not None
+    return (norms[..., None] if keepdim else norms).to(x.dtype)
+
+
+def _gather(x: LazyLogits, dim: Any, index: Any, **kwargs: Any) -> Any:
+    fits = (
+        type(index) is torch.Tensor
+        and index.dtype == torch.int64
+        and index.shape[:-1] == x.shape[:-1]
+    )
+    if kwargs or not _last(x, dim) or not fits or x.dim() < 2:
+        return None
+    norms, picked, _ = x.reduce(index, norms=x.logs is not None)
+    assert picked is not None
+    if norms is not None and x.logs is not None:
+        picked = (picked - norms[..., None]) * x.logs
+    return picked.to(x.dtype)
+
+
+def _sum(
+    x: LazyLogits, dim: Any = None, keepdim: bool = False, dtype: Any = None, **kwargs: Any
+) -> Any:
+    if kwargs or not _last(x, dim):
+        return None
+    norms, _, totals = x.reduce(norms=x.logs is not None, totals=True)
+    assert totals is not None
+    if norms is not None and x.logs is not None:
+        totals = (totals - x.shape[-1] * norms) * x.logs
+    return (totals[..., None] if keepdim else totals).to(dtype or x.dtype)
+
+
+def _argmax(x: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
+    if not _last(x, dim) or x.logs is not None:
+        return None
+    found = tiles.argmax(x.hidden, x.head, x.raw.steps)
+    return found[..., None] if keepdim else found
+
+
+_LOSSES = {functional.cross_entropy: _cross_entropy, functional.nll_loss: _nll_loss}
+
+_LAZY: dict[Any, Callable[..., Any]] = {
     torch.Tensor.float: lambda x: _cast(x, torch.float32),
     torch.Tensor.to: _to,
     torch.Tensor.contiguous: _contiguous,
     torch.Tensor.view: _true_view,
     torch.Tensor.reshape: _view,
+    torch.reshape: _view,
     torch.Tensor.flatten: _flatten,
     torch.flatten: _flatten,
-    torch.reshape: _view,
     torch.Tensor.__getitem__: _item,
+    torch.Tensor.unbind: _unbind,
+    torch.unbind: _unbind,
+    torch.Tensor.split: _split,
+    torch.split: _split,
+    torch.Tensor.mul: _mul,
+    torch.mul: _mul,
+    torch.Tensor.__mul__: _mul,
+    torch.Tensor.__rmul__: _mul,
+    torch.Tensor.div: _div,
+    torch.div: _div,
+    torch.Tensor.__truediv__: _div,
+    torch.Tensor.neg: _neg,
+    torch.neg: _neg,
+    torch.Tensor.__neg__: _neg,
+    torch.Tensor.tanh: _tanh,
+    torch.tanh: _tanh,
+    torch.Tensor.log_softmax: _log_softmax,
+    torch.log_softmax: _log_softmax,
+    functional.log_softmax: _log_softmax,
+    torch.Tensor.logsumexp: _logsumexp,
+    torch.logsumexp: _logsumexp,
+    torch.Tensor.gather: _gather,
+    torch.gather: _gather,
+    torch.Tensor.sum: _sum,
+    torch.sum: _sum,
+    torch.Tensor.argmax: _argmax,
+    torch.argmax: _argmax,
 }
-"""What gives logits that are lazy too."""
+"""What can be done to lazy logits: it gives lazy ones, or what a loss asks of them. None, where
+that is not so for these arguments."""
+_READ = {
+    *(torch.exp, torch.Tensor.exp, torch.softmax, torch.Tensor.softmax, functional.softmax),
+    *(torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.add, torch.Tensor.add),
+    *(torch.Tensor.__add__, torch.sub, torch.Tensor.sub, torch.Tensor.__sub__, torch.sum),
+    *(torch.Tensor.sum, torch.max, torch.Tensor.max, torch.topk, torch.Tensor.topk),
+    *(torch.logsumexp, torch.Tensor.logsumexp, torch.Tensor.mean, torch.mean),
+}
+"""What only reads, and gives no view."""
 _ATTRIBUTES = {
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_meta",
     "is_sparse", "is_quantized", "is_leaf", "grad_fn", "names", "itemsize", "nbytes", "is_nested",
