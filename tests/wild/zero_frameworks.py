@@ -160,26 +160,70 @@ def trainer_generates(under: bool, folder: Path, resume: bool) -> Seen:
     return history(trainer)
 
 
-def trl_sft(under: bool, folder: Path, resume: bool) -> Seen:
-    """trl's SFTTrainer on tokens."""
-    from datasets import Dataset
+def words() -> Any:
+    """A tokenizer of `WORDS` words, w0 ... (trl's trainers want one)."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
 
     names = {f"w{n}": n for n in range(WORDS)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(names, unk_token="w3")), pad_token="w0",
-        eos_token="w2",
-    )  # fmt: skip
+    found = Tokenizer(WordLevel(names, unk_token="w3"))
+    found.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="w0", eos_token="w2")
+
+
+def run_sft(model: Any, under: bool, folder: Path, resume: bool, **changes: Any) -> Seen:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
     data = Dataset.from_list([{"input_ids": r["input_ids"].tolist()} for r in rows()])
-    args = arguments(folder, SFTConfig, gradient_checkpointing=False, bf16=False)
-    trainer = run_trainer(SFTTrainer, under, folder, resume, model=llama(), args=args,
+    args = arguments(folder, SFTConfig, gradient_checkpointing=False, bf16=False, **changes)
+    trainer = run_trainer(SFTTrainer, under, folder, resume, model=model, args=args,
                           train_dataset=data, eval_dataset=data.select(range(4)),
-                          processing_class=tokenizer)  # fmt: skip
+                          processing_class=words())  # fmt: skip
     end(trainer, under)
     return history(trainer)
+
+
+def trl_sft(under: bool, folder: Path, resume: bool) -> Seen:
+    """trl's SFTTrainer on tokens."""
+    return run_sft(llama(), under, folder, resume)
+
+
+def trl_sft_lora(under: bool, folder: Path, resume: bool) -> Seen:
+    """The same with peft, and label smoothing, for which it asks the model for its logits."""
+    return run_sft(lora(llama()), under, folder, resume, label_smoothing_factor=0.1)
+
+
+def run_dpo(model: Any, under: bool, folder: Path, resume: bool, **given: Any) -> Seen:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    def text(numbers: torch.Tensor) -> str:
+        return " ".join(f"w{int(n)}" for n in numbers)
+
+    pairs = [
+        {"prompt": text(r["input_ids"][:4]) + " ", "chosen": text(r["input_ids"][4:10]),
+         "rejected": text(r["input_ids"][10:])} for r in rows()
+    ]  # fmt: skip
+    args = arguments(folder, DPOConfig, gradient_checkpointing=False, bf16=False)
+    data = Dataset.from_list(pairs)
+    trainer = run_trainer(DPOTrainer, under, folder, resume, model=model, args=args,
+                          train_dataset=data, eval_dataset=data.select(range(4)),
+                          processing_class=words(), **given)  # fmt: skip
+    end(trainer, under)
+    return history(trainer)
+
+
+def trl_dpo(under: bool, folder: Path, resume: bool) -> Seen:
+    """trl's DPOTrainer with a reference model of its own."""
+    return run_dpo(llama(), under, folder, resume, ref_model=llama())
+
+
+def trl_dpo_lora(under: bool, folder: Path, resume: bool) -> Seen:
+    """trl's DPOTrainer with peft: the reference is the model without its adapters."""
+    return run_dpo(lora(llama()), under, folder, resume)
 
 
 def accelerate_lora(under: bool, folder: Path, resume: bool) -> Seen:
@@ -286,6 +330,9 @@ PROGRAMS: dict[str, Callable[[bool, Path, bool], Seen]] = {
     "trainer-best": trainer_best,
     "trainer-generates": trainer_generates,
     "trl-sft": trl_sft,
+    "trl-sft-lora": trl_sft_lora,
+    "trl-dpo": trl_dpo,
+    "trl-dpo-lora": trl_dpo_lora,
     "accelerate-lora": accelerate_lora,
     "lightning-accumulates": lightning_accumulates,
 }

@@ -43,14 +43,20 @@ def trainer(
             super().create_accelerator_and_postprocess()
             settings = dataclasses.replace(read(config))
             args = self.args
-            if args.gradient_checkpointing:
-                args.gradient_checkpointing = False  # two would recompute twice
-                settings.checkpointing = settings.checkpointing or True
+            # The second is the name since transformers 5.24. Two engines would recompute twice.
+            for name in ("gradient_checkpointing", "activation_checkpointing"):
+                if getattr(args, name, None):
+                    setattr(args, name, False)
+                    settings.checkpointing = settings.checkpointing or True
             steps = args.gradient_accumulation_steps
             settings.accumulation = faces.accumulation(settings, steps, "the training arguments")
             settings.micro_batch = settings.micro_batch or args.per_device_train_batch_size
             args._n_gpu = min(args.n_gpu, 1)
             accelerate(self.accelerator, settings, example=example, batch=batch)
+
+        def _has_mixed_mesh_grads(self, model: Any) -> bool:
+            """No gradient is a DTensor. transformers 5.24 would read them to find out."""
+            return False
 
         def _move_model_to_device(self, model: Any, device: Any) -> None:
             """The engine decides where it lives."""
