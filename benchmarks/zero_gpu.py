@@ -4,7 +4,8 @@
 
 A Llama-shaped model (2.69B parameters: 32 layers, width 2560), 8 x 1024 tokens a GPU, blocks
 recomputed, clipping at 1.0. Rows that start with "largest" train one sequence of
-1024 tokens in 24 GB of GPU and 110 GB of host memory. Each row runs in processes of its own (a peer
+1024 tokens in 24 GB of GPU and 110 GB of host memory; those with "whole" train 8 sequences in 76
+and 110 GB. Each row runs in processes of its own (a peer
 that runs out of memory takes nobody with it), one after the other; `--gpus` starts each under
 torchrun.
 
@@ -51,12 +52,14 @@ from evener.zero.config import MOMENTS
 LAYERS, WIDTH, BATCH, STEPS = 32, 2560, 8, 8
 
 
-def evener(layers: int, width: int, batch: int, steps: int, **own: Any) -> dict[str, Any]:
+def evener(
+    layers: int, width: int, batch: int, steps: int, lr: float = HYPER["lr"], **own: Any
+) -> dict[str, Any]:
     """The engine; `own`: keys of its section of the configuration."""
     config = {
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": HYPER},
+        "optimizer": {"type": "AdamW", "params": HYPER | {"lr": lr}},
         "evener": {"checkpointing": True, "device": "cuda", "loss": "chunked", **own},
     }
     moments = MOMENTS[own.get("moments", "fp32")]
@@ -126,6 +129,13 @@ def _largest(layers: int, width: int, **own: Any) -> Callable[..., dict[str, Any
     return lambda *_: evener(layers, width, 1, 3, budget=budget, **own)
 
 
+def _whole(layers: int, **own: Any) -> Callable[..., dict[str, Any]]:
+    """The whole of a H100 (76 GB of it for the engine), 8 x 1024 tokens. A model of this depth
+    does not bear the other rows' learning rate from its first step on."""
+    own = {"budget": {"gpu": 76 * GB, "host": 110 * GB}, "checkpointing": "auto", **own}
+    return lambda *_: evener(layers, 6144, BATCH, 3, lr=1e-6, **own)
+
+
 SMALL = {"gpu": 8 * GB}
 ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "evener, all offloaded, 8 GB": _evener(budget=SMALL),
@@ -136,6 +146,10 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "resident all-bf16 (the bound)": peer(peers.resident),
     "largest, fp32 states": _largest(42, 4096),
     "largest, bf16 moments": _largest(37, 5120, moments="bf16"),
+    "whole, 11.3B, fp32 states": _whole(24),
+    "whole, 18.5B, int8 moments": _whole(40, moments="int8"),
+    "whole, 18.5B, int8 moments, no copy": _whole(40, moments="int8", master=False),
+    "whole, 25.8B, int8 moments, no copy": _whole(56, moments="int8", master=False),
     "FSDP2 CPU offload": peer(peers.fsdp, prefetch=False),
     "DeepSpeed ZeRO-3 offload": peer(peers.deepspeed),
     "largest of DeepSpeed, pinned": lambda *_: peer(peers.deepspeed)(26, 3840, 1, 2),

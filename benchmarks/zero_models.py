@@ -152,6 +152,8 @@ def timed(
     idle()
     seconds = (time.perf_counter() - start) / steps
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if not all(loss.isfinite() for loss in losses):  # steps that were skipped cost nothing
+        raise RuntimeError(f"losses are {[float(loss) for loss in losses]}: nothing was measured")
     return {
         "seconds": seconds,
         "tokens_per_second": tokens * ranks / seconds,

@@ -1,4 +1,4 @@
-"""Twelve models of transformers with drawn weights, for the benchmarks of the memory engine."""
+"""Fourteen models of transformers with drawn weights, for the benchmarks of the memory engine."""
 
 from __future__ import annotations
 
@@ -49,6 +49,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
         "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,
         "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
         "vocab_size": 256000}, 1024),
+    "gemma2 2.6B": ("Gemma2ForCausalLM", {
+        "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 256000}, 1024),
+    "gemma3 3.9B": ("Gemma3ForCausalLM", {
+        "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 262144}, 1024),
     "qwen3 moe 2.6B": ("Qwen3MoeForCausalLM", {
         "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
         "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -79,6 +87,8 @@ BUDGETS: dict[str, tuple[float, float, float]] = {
     "gpt2 xl": (6, 16, 40),
     "bert 2.5B": (6, 8, 24),
     "gemma 2.5B": (10, 24, 60),
+    "gemma2 2.6B": (8, 24, 60),
+    "gemma3 3.9B": (8, 24, 60),
     "qwen3 moe 2.6B": (8, 16, 40),
     "whisper 1.5B": (6, 12, 40),
     "vit 1B": (4, 8, 24),

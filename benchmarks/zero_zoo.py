@@ -4,7 +4,7 @@
     python benchmarks/zero_zoo.py peers --gpu 24   # beside DeepSpeed and FSDP2
 
 Models are transformers' own with drawn weights, checkpointing "auto", clipping at 1.0, the loss
-their own; nothing is tuned. `budgets`: 12 models x 3 budgets x 2 batches; each row has what the
+their own; nothing is tuned. `budgets`: 14 models x 3 budgets x 2 batches; each row has what the
 plan said of memory and time, and what was measured (peak of torch's allocator with the context, of
 the driver for the whole GPU, of the process on the host). A row that is refused must be refused at
 1.15 x its budget too. `peers`: four models, 8 rows a batch, under Evener with `--gpu` GB, and under
