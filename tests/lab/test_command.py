@@ -35,6 +35,12 @@ def test_show_for_machines() -> None:
     assert shown["nodes"][1]["ranks"] == [2, 3]
 
 
+def test_the_link_takes_delay_and_loss() -> None:
+    shown = json.loads(lab("show", "--link", "100mbit,delay=40ms,loss=1%", "--json").stdout)
+    assert (shown["link_rate"], shown["delay_ns"], shown["loss"]) == (10**8, 4 * 10**7, 0.01)
+    assert shown["short"] == "2x1@100mbit,delay=40ms,loss=1%"
+
+
 def test_a_dry_run_builds_nothing() -> None:
     fault = ("--fault", "1s:path1:rate 1gbit")
     shown = lab("run", "--paths", "2", *fault, "--dry-run", "--", "python", "a file.py")
@@ -48,6 +54,8 @@ def test_a_dry_run_builds_nothing() -> None:
         (("run", "--nodes", "0", "--", "true"), "nodes=0"),
         (("run", "--fault", "1s:path1:blackhole", "--", "true"), "no path1"),
         (("run", "--spec", "2x2", "--paths", "2", "--", "true"), "both say"),
+        (("run", "--fault", "1s:path0:delay=9ms", "--", "true"), "--delay 0ms"),
+        (("run", "--link", "1gbit,delay=1ms", "--delay", "2ms", "--", "true"), "both say"),
         (("run", "--env", "A", "--", "true"), "NAME=VALUE"),
         (("run",), "COMMAND"),
         (("shell", "node9", "--nodes", "2"), "no host 'node9'"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from evener.errors import UsageError
 from evener.tools.lab import Lab, Spec
 from tests.lab.traffic import Probe, attempt, send, sink, throughput
 
@@ -169,3 +170,109 @@ def test_the_timeline_runs_by_itself(healed: Lab) -> None:
     assert eventually(lambda: attempt(node, "node1", PORTS[:1]) == {PORTS[0]: "silence"})
     healed.schedule("0s:path0:heal", "0s:path1:heal")
     assert eventually(lambda: attempt(node, "node1", PORTS[:1]) == {PORTS[0]: "connected"})
+
+
+# Arguments: host, packets. Prints the round trips in ms of those that came back, in their order.
+_ECHO = """
+import socket, sys, threading, time
+mine = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+mine.bind(("", 5001))
+mine.settimeout(3)
+sent = {}
+def send():
+    for i in range(int(sys.argv[2])):
+        sent[i] = time.monotonic()
+        mine.sendto(b"%d" % i, (sys.argv[1], 5002))
+        time.sleep(0.001)
+threading.Thread(target=send, daemon=True).start()
+try:
+    for _ in range(int(sys.argv[2])):
+        i = int(mine.recv(100))
+        print(i, (time.monotonic() - sent[i]) * 1e3)
+except TimeoutError:
+    pass
+"""
+_ANSWER = """
+import socket
+mine = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+mine.bind(("", 5002))
+print("up", flush=True)
+while True: mine.sendto(*mine.recvfrom(100))
+"""
+
+
+def echoes(lab: Lab, count: int) -> list[tuple[int, float]]:
+    """The number of each packet that came back, and its round trip in ms."""
+    argv = [sys.executable, "-c", _ECHO, "node1", str(count)]
+    said = lab.nodes[0].run(argv, timeout=60, check=True).stdout.splitlines()
+    pairs = (line.split() for line in said)
+    return [(int(number), float(time)) for number, time in pairs]
+
+
+@pytest.fixture(scope="module")
+def long_way() -> Iterator[Lab]:
+    with Lab("2x1@100mbit,queue=20ms,delay=20ms") as lab:
+        argv = [sys.executable, "-c", _ANSWER]
+        with lab.nodes[1].popen(argv, stdout=-1, text=True) as answers:
+            assert answers.stdout is not None and answers.stdout.readline() == "up\n"
+            yield lab
+            answers.kill()
+
+
+def test_a_packet_takes_as_long_as_stated(long_way: Lab) -> None:
+    found = echoes(long_way, 50)
+    assert len(found) == 50
+    assert min(took for _, took in found) >= 40
+    assert [number for number, _ in found] == list(range(50))
+
+
+def test_a_delay_changes_and_heals(long_way: Lab) -> None:
+    long_way.fault("path0", "delay 60ms")
+    assert min(took for _, took in echoes(long_way, 5)) >= 120
+    long_way.fault("node1", "delay 5ms")  # 30 ms on node0's cable, 5 on node1's
+    assert 70 <= min(took for _, took in echoes(long_way, 5)) < 120
+    long_way.fault("path0", "heal")
+    assert 40 <= min(took for _, took in echoes(long_way, 5)) < 70
+
+
+def test_packets_pass_others_and_are_lost(long_way: Lab) -> None:
+    long_way.fault("path0", "reorder 20%")
+    found = echoes(long_way, 100)
+    assert len(found) == 100
+    assert [number for number, _ in found] != list(range(100))
+    long_way.fault("path0", "heal")
+    long_way.fault("path0", "loss 30%")
+    assert 10 < len(echoes(long_way, 100)) < 90  # 49 of 100 come there and back
+    long_way.fault("path0", "heal")
+    assert len(echoes(long_way, 20)) == 20
+
+
+def test_tcp_crosses_a_delay_line_whole(long_way: Lab) -> None:
+    """Also in units of the kernel's that are larger than a packet."""
+    with sink(long_way.nodes[1]):
+        rate = throughput(long_way.nodes[0], "node1", PORTS[:4], seconds=1, most=10**9)
+    assert 0.05 * 100e6 < rate < 1.1 * 100e6
+
+
+def test_a_cable_with_delay_goes_down_and_up(long_way: Lab) -> None:
+    with sink(long_way.nodes[1]):
+        long_way.fault("node1", "down")
+        assert set(attempt(long_way.nodes[0], "node1", [20000]).values()) != {"connected"}
+        long_way.fault("node1", "up")
+        assert eventually(
+            lambda: set(attempt(long_way.nodes[0], "node1", [20001]).values()) == {"connected"}
+        )
+
+
+def test_a_lab_without_delay_lines_says_so() -> None:
+    with Lab("1x1") as lab, pytest.raises(UsageError, match="--delay 0ms"):
+        lab.fault("path0", "delay 10ms")
+
+
+def test_a_lab_can_lose_packets_from_the_start() -> None:
+    with Lab("2x1@100mbit,loss=30%") as lab:
+        argv = [sys.executable, "-c", _ANSWER]
+        with lab.nodes[1].popen(argv, stdout=-1, text=True) as answers:
+            assert answers.stdout is not None and answers.stdout.readline() == "up\n"
+            assert 10 < len(echoes(lab, 100)) < 90
+            answers.kill()

@@ -12,6 +12,7 @@
 
 mod arena;
 mod compress;
+mod delay;
 mod embedding;
 mod launch;
 mod negotiate;
@@ -168,6 +169,8 @@ mod _native {
         cast_narrow, cast_widen, chunks_add, chunks_select, differences_plan, differences_read,
         differences_write, int8_dequantize_sum, int8_quantize,
     };
+    #[pymodule_export]
+    use super::delay::delay_lines;
     #[pymodule_export]
     use super::embedding::{
         EmbeddingStore, embedding_forget, embedding_names, embedding_slots, embedding_table,

@@ -33,7 +33,7 @@ from evener.tools.lab.faults import Action, Event, Target
 from evener.tools.lab.host import Node
 from evener.tools.lab.lab import Lab, signal_name
 from evener.tools.lab.layout import Layout
-from evener.tools.lab.spec import Spec
+from evener.tools.lab.spec import Spec, parse_pairs
 from evener.tools.launch import horovod_path
 
 _DEFAULT = Spec()
@@ -103,11 +103,17 @@ def _ordering(*, build: bool = True) -> Callable[[Callable[..., Any]], Callable[
         ),
         click.option("--nodes", type=int, help=f"Hosts. [{d.nodes}]"),
         click.option("--slots", type=int, help=f"Processes per host. [{d.slots}]"),
-        click.option("--link", metavar="RATE", help=f"A NIC's; 'none': unshaped. [{d.link}]"),
+        click.option(
+            "--link",
+            metavar="RATE",
+            help=f"A NIC's; 'none': unshaped. [{d.link}]",
+        ),
         click.option("--nics", type=int, help=f"NICs per host: eth0, eth1... [{d.nics}]"),
         click.option("--paths", type=int, help=f"That share a NIC's rate. [{d.paths}]"),
         click.option("--flow-cap", metavar="RATE", help="One flow's most. [no cap]"),
         click.option("--queue", metavar="TIME", help=f"Depth of queues. [{d.queue}]"),
+        click.option("--delay", metavar="TIME", help="Of a packet, one way. [none]"),
+        click.option("--loss", metavar="SHARE", help="Of packets, on each path. [none]"),
         click.option("--mtu", type=int, help=f"Bytes of a packet. [{d.mtu}]"),
         click.option("--congestion", metavar="NAME", help=f"TCP's control. [{d.congestion}]"),
         click.option("--hash-seed", type=int, help=f"Which flow, which path. [{d.hash_seed}]"),
@@ -147,6 +153,15 @@ def _ordering(*, build: bool = True) -> Callable[[Callable[..., Any]], Callable[
                     f"--spec {short} and --{option} both say what to build",
                     "put all of it into --spec, or leave --spec out",
                 )
+            if "," in (link := what.get("link", "")):
+                what["link"], *pairs = link.split(",")
+                more = parse_pairs(pairs, f"--link {link}")
+                if twice := more.keys() & what.keys():
+                    option = min(twice).replace("_", "-")
+                    raise UsageError(
+                        f"--{option} and --link {link} both say the same", "give it once"
+                    )
+                what |= more
             spec = Spec.parse(short) if short is not None else Spec(**what)
             order = _Order(spec, bool(short or what), **how)
             return function(*args, order=order, **kwargs)
@@ -316,6 +331,7 @@ def fault(owner: int | None, target: str, action: tuple[str, ...]) -> None:
         )
     running = directory.choose(owner)
     Target.parse(target, running.spec)
+    parsed.require(running.spec)
     running.ask({"do": "fault", "target": target, "action": parsed.to_json()})
 
 

@@ -3,12 +3,12 @@
     path1                  a path, for every node           path1 blackhole
     node0                  all cables of a node             node1 down
     node0.eth1             one NIC of a node                node0.eth1 rate 1gbit
-    node0.path1            one path of one node             node0.path1 loss 1%
+    node0.path1            one path of one node             node0.path1 delay 10ms
     12s:path1:blackhole    on the timeline, 12 seconds after its start
 
 `blackhole` drops every packet and says nothing, as a broken switch does; `down` takes the carrier
 away, so that routers move flows to other paths; `flap` goes down and up, every second or as given;
-`rate` and `loss` degrade; `heal` undoes all of them.
+`rate`, `loss`, `delay` and `reorder` degrade; `heal` undoes all of them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any
 
 from evener.base.units import parse_rate, parse_share, parse_time, show_time
 from evener.errors import UsageError
-from evener.tools.lab.spec import Spec
+from evener.tools.lab.spec import Spec, parse_delay
 
 _TARGET = re.compile(r"(?:node(\d+))?(?:(?:^|(?<=.)\.)eth(\d+))?(?:(?:^|(?<=.)\.)path(\d+))?")
-_KINDS = ("blackhole", "down", "up", "flap", "rate", "loss", "heal")
+# What a fault with a value is like.
+_VALUES = {"rate": "1gbit", "loss": "1%", "delay": "10ms", "reorder": "1%"}
+_KINDS = ("blackhole", "down", "up", "flap", "rate", "loss", "delay", "reorder", "heal")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Action:
-    """What happens. `value`: bits per second for rate, a share for loss, nanoseconds for flap."""
+    """What happens. `value`: bits per second for rate, a share for loss and reorder, nanoseconds
+    for delay and flap."""
 
     kind: str
     value: float = 0.0
@@ -76,15 +79,24 @@ class Action:
             raise UsageError(f"{text!r} is not a fault", f"take one of {', '.join(_KINDS)}")
         if kind == "flap":
             return cls(kind, parse_time(values[0] if values else "1s", "flap's period"))
-        needs = kind in ("rate", "loss")
+        needs = kind in _VALUES
         if len(values) != needs:
             raise UsageError(
                 f"{text!r}: {kind} takes {'one value' if needs else 'no value'}",
-                {"rate": "like: rate 1gbit", "loss": "like: loss 1%"}.get(kind, f"like: {kind}"),
+                f"like: {kind} {_VALUES.get(kind, '')}".rstrip(),
             )
         if kind == "rate":
             return cls(kind, parse_rate(values[0]))
-        return cls(kind, parse_share(values[0], "loss")) if kind == "loss" else cls(kind)
+        if kind == "delay":
+            return cls(kind, parse_delay(values[0]))
+        return cls(kind, parse_share(values[0], kind)) if needs else cls(kind)
+
+    def require(self, spec: Spec) -> None:
+        """Raise UsageError where `spec`'s lab cannot do it."""
+        if self.kind in ("delay", "reorder") and spec.delay is None:
+            raise UsageError(
+                f"{self.kind}: this lab's cables have no delay lines", "build it with --delay 0ms"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """For the keeper."""
@@ -109,7 +121,7 @@ class Event:
             )
         at, target, action = parts[0], parts[1], " ".join(parts[2:])
         Target.parse(target, spec)
-        Action.parse(action)
+        Action.parse(action).require(spec)
         return cls(parse_time(at, "the time of a fault"), target.strip(), action.strip())
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from evener.errors import EvenerError
 from evener.tools.lab import directory, enter, linux, node, wire
@@ -29,6 +29,9 @@ from evener.tools.lab.errors import LabError
 from evener.tools.lab.faults import Action, Target
 from evener.tools.lab.layout import Layout
 from evener.tools.lab.spec import Spec
+
+if TYPE_CHECKING:
+    from evener.tools.lab.network import Network
 
 
 def main(fd: int, parent: int) -> int:
@@ -76,6 +79,7 @@ class Keeper:
         self.notes: list[str] = []
         self.user: list[int] = []
         self.nodes: list[node.Held] = []
+        self.network: Network | None = None
         self.selector = selectors.DefaultSelector()
         self.running: dict[int, _Running] = {}
 
@@ -187,6 +191,7 @@ class Keeper:
     ) -> tuple[dict[str, Any] | None, list[int]]:
         """An answer with descriptors; None where it comes later."""
         wanted = request.get("do")
+        assert self.network is not None
         if wanted == "fault":
             target = Target.parse(request["target"], self.layout.spec)
             self.network.fault(target, Action(**request["action"]))
@@ -262,6 +267,8 @@ class Keeper:
         for held in self.nodes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(held.holder, signal.SIGKILL)
+        if self.network is not None:
+            self.network.close()
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()

@@ -209,6 +209,7 @@ class Lab:
         """
         Target.parse(target, self.spec)
         what = Action.parse(action)
+        what.require(self.spec)
         if what.kind == "flap":
             self._line().flap(target, int(what.value))
             return

@@ -60,6 +60,11 @@ class Uplink:
         return f"down{self.index}"
 
     @property
+    def line(self) -> tuple[str, str]:
+        """The devices at the leaf's and at the spine's end of its delay line."""
+        return f"leaf{self.index}", f"spine{self.index}"
+
+    @property
     def leaf_address(self) -> str:
         """The leaf's address in a network of four."""
         return _dotted((172 << 24) + (16 << 16) + 4 * self.index + 1)

@@ -16,6 +16,7 @@ from typing import Any
 
 from evener.tools.lab import linux
 from evener.tools.lab._pyroute2 import IPRoute, NetlinkError
+from evener.tools.lab.delay import Delays
 from evener.tools.lab.errors import LabError
 from evener.tools.lab.faults import Action, Target
 from evener.tools.lab.layout import SEGMENTING_BURST, Layout, Nic, Shape, Uplink
@@ -78,6 +79,13 @@ class Network:
         self._detours: set[tuple[Nic, Nic]] = set()  # (who has one, to whom)
         self.leaves = {nic.leaf: self._router(nic.leaf, leaf=True) for nic in layout.nics}
         self.spines = [self._router(name, leaf=False) for name in layout.spines]
+        self.between = None
+        if layout.spec.delay is not None:
+            self.between = self._router("between", leaf=False)
+            _sysctl("ipv4/ip_forward", 0)
+        self.delays: Delays | None = None
+        # Of each uplink, from the leaf and to it: nanoseconds, and the share that is not delayed.
+        self._late: dict[tuple[Uplink, bool], tuple[int, float]] = {}
         self.nodes = []
         for node, fd in zip(layout.nodes, nodes, strict=True):
             realm = Realm.visit(node.name, fd)
@@ -88,8 +96,19 @@ class Network:
             self.nodes.append(realm)
         try:
             self._wire()
+            self._begin()
         except NetlinkError as error:
+            self.close()
             raise OSError(error.code, str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the delays; the rest ends with the namespaces."""
+        if self.delays is not None:
+            self.delays.close()
+            self.delays = None
 
     def _router(self, name: str, *, leaf: bool) -> Realm:
         linux.unshare(linux.CLONE_NEWNET, "net")
@@ -140,6 +159,32 @@ class Network:
                     )
                 self._node_routes(realm, nic)
 
+    def _begin(self) -> None:
+        """Delay and loss as the Spec wants them."""
+        uplinks = [uplink for nic in self.layout.nics for uplink in nic.uplinks]
+        if self.between is not None:
+            linux.setns(self.between.fd, linux.CLONE_NEWNET)
+            lines = [uplink.line for uplink in uplinks]
+            self.delays = Delays(lines, self.layout.spec.hash_seed)
+        for nic in self.layout.nics:
+            for uplink in nic.uplinks:
+                self._as_built(nic, uplink)
+
+    def _as_built(self, nic: Nic, uplink: Uplink) -> None:
+        spec = self.layout.spec
+        if spec.delay_ns is not None:
+            # Half of it on each of the two cables that a packet crosses.
+            self._delay(uplink, [True, False], (spec.delay_ns // 2, 0.0))
+        if spec.loss_share:
+            lossy = Action("loss", spec.loss_share)
+            self._fault_one(nic, uplink, Target(path=uplink.path), lossy)
+
+    def _delay(self, uplink: Uplink, from_leaf: Sequence[bool], late: tuple[int, float]) -> None:
+        assert self.delays is not None
+        for first in from_leaf:
+            self._late[uplink, first] = late
+            self.delays.set(uplink.index, first=first, delay_ns=late[0], ahead=late[1])
+
     def _cable(self, one: Realm, here: str, two: Realm, there: str) -> None:
         mtu = self.layout.spec.mtu
         one.routes.link(
@@ -154,7 +199,12 @@ class Network:
 
     def _uplink(self, leaf: Realm, uplink: Uplink) -> None:
         spine = self.spines[uplink.path]
-        self._cable(leaf, uplink.leaf_device, spine, uplink.spine_device)
+        if self.between is None:
+            self._cable(leaf, uplink.leaf_device, spine, uplink.spine_device)
+        else:
+            here, there = uplink.line
+            self._cable(leaf, uplink.leaf_device, self.between, here)
+            self._cable(spine, uplink.spine_device, self.between, there)
         leaf.address(uplink.leaf_device, uplink.leaf_address, 30)
         spine.address(uplink.spine_device, uplink.spine_address, 30)
         self._let_out(leaf, uplink.leaf_device, self.layout.shape)
@@ -246,6 +296,14 @@ class Network:
             if kind == "loss":
                 for realm, device in (up, down):
                     self._let_out(realm, device, self._shapes[realm.name, device], lossy=True)
+        elif kind == "delay":
+            half = 2 if target.node is None else 1
+            for first in (True, False):
+                ahead = self._late[uplink, first][1]
+                self._delay(uplink, [first], (int(action.value) // half, ahead))
+        elif kind == "reorder":
+            for first in [False] if target.node is None else [True, False]:
+                self._delay(uplink, [first], (self._late[uplink, first][0], action.value))
         elif kind == "rate":
             shares = self.layout.spec.paths if target.path is None else 1
             shape = Shape.of(int(action.value) // shares, self.layout.spec.queue_ns)
@@ -253,8 +311,12 @@ class Network:
                 self._let_out(realm, device, shape)
         elif kind == "down":
             spine.down(uplink.spine_device)
+            if self.between is not None:
+                self.between.down(uplink.line[0])
             self._dead.add(uplink)
         if kind in ("up", "heal") and uplink in self._dead:
+            if self.between is not None:
+                self.between.up(uplink.line[0])
             spine.up(uplink.spine_device)
             # A device that is switched off loses its routes.
             spine.routes.route("replace", dst=nic.network, gateway=uplink.leaf_address)
@@ -263,6 +325,7 @@ class Network:
             for realm, device in (up, down):
                 realm.tc.undrop(realm.find(device))
                 self._let_out(realm, device, self.layout.shape)
+            self._as_built(nic, uplink)
 
     def _plug(self, nics: set[Nic], action: Action) -> None:
         """What happens to all of a NIC's paths happens to its own cable, as the node sees."""

@@ -34,10 +34,15 @@ def as_json(layout: Layout) -> dict[str, Any]:
         "path_rate": spec.path_rate,
         "flow_rate": spec.flow_rate,
         "queue_ns": spec.queue_ns,
+        "delay_ns": spec.delay_ns,
+        "loss": spec.loss_share,
         "queue_bytes": None if shape is None else shape.limit,
         "burst_bytes": None if shape is None else shape.burst,
-        "namespaces": len(layout.nodes) + len(layout.nics) + len(layout.spines),
-        "cables": len(layout.nics) * (1 + spec.paths),
+        "namespaces": len(layout.nodes)
+        + len(layout.nics)
+        + len(layout.spines)
+        + (spec.delay is not None),
+        "cables": len(layout.nics) * (1 + spec.paths * (1 + (spec.delay is not None))),
     }
 
 
@@ -58,6 +63,9 @@ def as_text(layout: Layout) -> str:
         rows.append(("flow cap", f"{spec.flow_cap} (64 classes by both ports)"))
     if shape is not None:
         rows.append(("queue", f"{spec.queue} = {shape.limit:,} bytes per path, then packets drop"))
+    if spec.delay is not None or spec.loss is not None:
+        loss = f", {spec.loss} of packets lost on each path" if spec.loss else ""
+        rows.append(("delay", f"{spec.delay or 'none'} one way{loss}"))
     total = as_json(layout)
     rows.append(("to build", f"{total['namespaces']} namespaces, {total['cables']} cables"))
     lines += [f"  {name:9} {text}" for name, text in rows]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evener.base.units import parse_rate, parse_time, show_rate, show_time
+from evener.base.units import parse_rate, parse_share, parse_time, show_rate, show_time
 from evener.errors import UsageError
 
 # Keys of the short form, in the order in which it is written.
@@ -20,6 +21,8 @@ _KEYS = {
     "paths": "paths",
     "cap": "flow_cap",
     "queue": "queue",
+    "delay": "delay",
+    "loss": "loss",
     "mtu": "mtu",
     "congestion": "congestion",
     "seed": "hash_seed",
@@ -47,7 +50,9 @@ class Spec:
     `paths`: equal-cost paths behind each NIC; they share its rate evenly, so that one flow reaches
     `link` / `paths`.
     `flow_cap`: rate that one flow cannot pass, None for no cap. `queue`: depth of each queue, as
-    the time that the link needs to empty it. `mtu`: bytes of an IP packet. `congestion`: TCP
+    the time that the link needs to empty it. `delay`: of a packet from node to node, one way; None
+    where cables have no delay lines. `loss`: share of the packets that each path loses. `mtu`:
+    bytes of an IP packet. `congestion`: TCP
     congestion control. `hash_seed`: of the header hash that spreads flows over paths; a flow with
     the same addresses and ports takes the same path in every lab with the same seed.
     """
@@ -59,6 +64,8 @@ class Spec:
     paths: int = 1
     flow_cap: str | None = None
     queue: str = "2ms"
+    delay: str | None = None
+    loss: str | None = None
     mtu: int = 1500
     congestion: str = "cubic"
     hash_seed: int = 1
@@ -87,6 +94,10 @@ class Spec:
             value = None if value is None else show_rate(parse_rate(value, name))
             object.__setattr__(self, name, value)
         object.__setattr__(self, "queue", show_time(parse_time(self.queue, "queue")))
+        if self.delay is not None:
+            object.__setattr__(self, "delay", show_time(parse_delay(self.delay)))
+        if self.loss is not None:
+            parse_share(self.loss, "loss")
         if not re.fullmatch(r"[a-z0-9_]{1,15}", self.congestion):
             raise UsageError(
                 f"congestion={self.congestion!r} is not the name of a congestion control",
@@ -147,12 +158,22 @@ class Spec:
         """Depth of a queue in nanoseconds at its link's rate."""
         return parse_time(self.queue)
 
+    @property
+    def delay_ns(self) -> int | None:
+        """One way from node to node in nanoseconds, None where there are no delay lines."""
+        return None if self.delay is None else parse_delay(self.delay)
+
+    @property
+    def loss_share(self) -> float:
+        """The share of packets that a path loses."""
+        return 0.0 if self.loss is None else parse_share(self.loss, "loss")
+
     @classmethod
     def parse(cls, text: str) -> Spec:
         """The lab that `2x2@25gbit,paths=4` describes. Raises UsageError.
 
         `NODESxSLOTS`, or `SLOTS+SLOTS` with the slots of each node; then `@RATE` (left out:
-        unshaped), then any of nics, paths, cap, queue, mtu, congestion, seed.
+        unshaped), then any of nics, paths, cap, queue, delay, loss, mtu, congestion, seed.
         """
         match = _SHORT.fullmatch(text.strip())
         if not match:
@@ -162,20 +183,7 @@ class Spec:
         else:
             values = {"nodes": int(match[1]), "slots": int(match[2])}
         values["link"] = match[4]
-        for pair in match[5].split(",")[1:]:
-            key, equals, value = (part.strip() for part in pair.partition("="))
-            if key not in _KEYS or not equals:
-                raise UsageError(
-                    f"{pair!r} in {text!r} is not one of {', '.join(_KEYS)}",
-                    f"write it like {_EXAMPLE}",
-                )
-            field = _KEYS[key]
-            if field in values:
-                raise UsageError(f"{key} stands twice in {text!r}", "give each key once")
-            if field in _NUMBERS and not value.isdecimal():
-                raise UsageError(f"{key}={value!r} is not a whole number", f"like {_EXAMPLE}")
-            values[field] = int(value) if field in _NUMBERS else value
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**values, **parse_pairs(match[5].split(",")[1:], text))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         """The short form, which `parse` reads back to an equal Spec."""
@@ -186,3 +194,30 @@ class Spec:
             if (value := getattr(self, field)) != defaults[field]:
                 text += f",{key}={value}"
         return text
+
+
+def parse_pairs(pairs: Sequence[str], text: str) -> dict[str, object]:
+    """Fields of a Spec from `paths=4`, `delay=40ms`; they stand in `text`. Raises UsageError."""
+    values: dict[str, object] = {}
+    for pair in pairs:
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if key not in _KEYS or not equals:
+            raise UsageError(
+                f"{pair!r} in {text!r} is not one of {', '.join(_KEYS)}",
+                f"write it like {_EXAMPLE}",
+            )
+        field = _KEYS[key]
+        if field in values:
+            raise UsageError(f"{key} stands twice in {text!r}", "give each key once")
+        if field in _NUMBERS and not value.isdecimal():
+            raise UsageError(f"{key}={value!r} is not a whole number", f"like {_EXAMPLE}")
+        values[field] = int(value) if field in _NUMBERS else value
+    return values
+
+
+def parse_delay(text: str) -> int:
+    """Nanoseconds, 10 seconds at most. Raises UsageError."""
+    delay = parse_time(text, "delay")
+    if delay > 10 * 10**9:
+        raise UsageError(f"delay={text} is above 10s", "no network is that long: up to 10s")
+    return delay
