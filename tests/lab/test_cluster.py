@@ -301,3 +301,23 @@ def test_loopback_says_that_it_is_no_lab(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sorted(lines) == ["0 127.0.0.1 node0 lo", "1 127.0.0.1 node1 lo"]
     with contextlib.closing(__import__("socket").create_server(("127.0.0.1", _free_port()))):
         pass
+
+
+def test_a_node_dies_and_comes_back(tmp_path: Path) -> None:
+    """With all that runs in it; the others' processes stay, and its own start again."""
+    script = (
+        'echo start $$ >> "$1/$RANK"; (while :; do echo x >> "$1/child$RANK"; sleep 0.1; done) & '
+        "sleep 7; kill $!"
+    )
+    with Lab("2x2", keep=[tmp_path]) as lab:
+        argv = ["sh", "-c", script, "sh", tmp_path]
+        result = lab.launch(argv, kill="3s", quiet=True, timeout=60)
+    assert result.ok
+    starts = [len((tmp_path / str(rank)).read_text().splitlines()) for rank in range(4)]
+    assert starts[0] == starts[1] and starts[2] == starts[3]
+    assert sum(starts) > 4, starts
+
+
+def test_kills_need_a_lab_and_a_period() -> None:
+    with Lab("1x1") as lab, pytest.raises(UsageError, match="below 3s"):
+        lab.launch(["true"], kill="1s")

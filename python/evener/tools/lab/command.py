@@ -31,6 +31,7 @@ from evener.tools.lab import directory, enter, show, wire
 from evener.tools.lab.errors import LabError
 from evener.tools.lab.faults import Action, Event, Target
 from evener.tools.lab.host import Node
+from evener.tools.lab.kills import parse_period
 from evener.tools.lab.lab import Lab, signal_name
 from evener.tools.lab.layout import Layout
 from evener.tools.lab.spec import Spec, parse_pairs
@@ -189,6 +190,11 @@ def lab() -> None:
     "--output-dir", type=click.Path(file_okay=False), help="Keep each rank's output there."
 )
 @click.option("--timeout", type=float, metavar="SECONDS", help="End all of them then, status 124.")
+@click.option(
+    "--kill",
+    metavar="PERIOD",
+    help="Kill a host, drawn from the seed, each period; it is back after a third of one.",
+)
 @click.option("--no-prefix", is_flag=True, help="Lines without [rank@node].")
 @click.option("--env", multiple=True, metavar="NAME=VALUE", help="For every process.")
 @door_options
@@ -198,6 +204,7 @@ def run(
     order: _Order,
     output_dir: str | None,
     timeout: float | None,
+    kill: str | None,
     no_prefix: bool,
     env: tuple[str, ...],
     ddp: bool,
@@ -215,6 +222,8 @@ def run(
     where there are enough.
     """
     variables = _variables(env)
+    if kill is not None:
+        parse_period(kill)
     door.require(ddp, floor, every, overlap)
     if ddp:
         told = {**os.environ, **variables}
@@ -225,6 +234,8 @@ def run(
         click.echo(show.as_text(Layout(order.spec)))
         for event in order.events:
             click.echo(f"  fault     {event}")
+        if kill is not None:
+            click.echo(f"  kill      a host each {kill}")
         click.echo(f"  command   {shlex.join(command)}  ({order.spec.world_size} times)")
         return
     if horovod:
@@ -234,6 +245,7 @@ def run(
             command,
             env=variables,
             timeout=timeout,
+            kill=kill,
             prefix=not no_prefix,
             output_dir=output_dir,
             horovod=horovod,

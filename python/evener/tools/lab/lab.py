@@ -29,6 +29,7 @@ from evener.tools.lab import environment, sshd, wire
 from evener.tools.lab.errors import LabError, LabUnavailableError
 from evener.tools.lab.faults import Action, Event, Target
 from evener.tools.lab.host import Argument, Node
+from evener.tools.lab.kills import Kills, parse_period
 from evener.tools.lab.launch import LineCallback, Result, run_slots
 from evener.tools.lab.layout import Layout
 from evener.tools.lab.spec import Spec
@@ -145,6 +146,7 @@ class Lab:
         output_dir: Argument | None = None,
         grace: float = 5.0,
         horovod: bool = False,
+        kill: str | None = None,
     ) -> Result:
         """Run `argv` once a slot, as a launcher would, and wait for all of them.
 
@@ -158,12 +160,18 @@ class Lab:
         `[rank@node]` in front unless `prefix` is off, or dropped with `quiet`. `output_dir`: also
         keep each rank's output in `rank.N.stdout` and `rank.N.stderr` there.
 
+        `kill`: a period, like "60s". In each one a node, drawn from the Spec's seed, dies as by
+        `kill -9`, and after a third of the period its processes are started again as they were.
+
         The first process that fails decides: the others get SIGTERM and, `grace` seconds later,
         SIGKILL. After `timeout` seconds all of them do, and the status is 124.
         """
         spec = self.spec
         if not self.nodes:
             raise LabError(f"the lab is {self.mode}", "launch inside its `with` block")
+        period = None if kill is None else parse_period(kill)
+        if period is not None:
+            self._need_network()
         self._launches += 1
         port = 29499 + self._launches if self.mode != "loopback" else _free_port()
         address = self.nodes[0].addresses[0]
@@ -200,7 +208,13 @@ class Lab:
             quiet=quiet,
             output_dir=None if output_dir is None else Path(output_dir),
             grace=grace,
+            kills=None if period is None else Kills(period, spec.hash_seed, self._kill),
         )
+
+    def _kill(self, name: str) -> None:
+        """End every process of a node but those that hold it."""
+        node = next(node for node in self.nodes if node.name == name)
+        node.run([sys.executable, "-I", "-S", "-c", "import os; os.kill(-1, 9)"], timeout=30)
 
     def fault(self, target: str, action: str) -> None:
         """Do `action` to `target` now: `fault("path1", "blackhole")`, see `faults`.

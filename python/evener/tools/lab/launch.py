@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from evener.tools.lab.kills import Kills
+
 LineCallback = Callable[[int, str, str, str], None]
 _LINGER = 0.5  # seconds in which output may still come after the last process has ended
 _LONGEST_LINE = 1 << 20
@@ -86,19 +88,31 @@ class _Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.selector = selectors.DefaultSelector()
         self.first_failed: int | None = None
+        self.killed: set[int] = set()  # ranks whose end is no failure
 
     def start(self, start: Callable[[int], subprocess.Popen[bytes]]) -> None:
         for rank in range(len(self.nodes)):
-            process = start(rank)
-            self.processes.append(process)
-            self._watch(process.pid, ("ended", rank))
-            for name in ("stdout", "stderr"):
-                pipe = getattr(process, name)
-                os.set_blocking(pipe.fileno(), False)
-                file = None
-                if self.output is not None:
-                    file = (self.output / f"rank.{rank}.{name}").open("wb")
-                self.selector.register(pipe, selectors.EVENT_READ, _Stream(rank, name, pipe, file))
+            self.processes.append(start(rank))
+            self._follow(rank, "wb")
+
+    def start_again(self, rank: int, start: Callable[[int], subprocess.Popen[bytes]]) -> None:
+        self.killed.discard(rank)
+        self.processes[rank] = start(rank)
+        self._follow(rank, "ab")
+
+    def _follow(self, rank: int, mode: str) -> None:
+        process = self.processes[rank]
+        self._watch(process.pid, ("ended", rank))
+        for name in ("stdout", "stderr"):
+            pipe = getattr(process, name)
+            os.set_blocking(pipe.fileno(), False)
+            file = None
+            if self.output is not None:
+                file = (self.output / f"rank.{rank}.{name}").open(mode)
+            self.selector.register(pipe, selectors.EVENT_READ, _Stream(rank, name, pipe, file))
+
+    def on(self, node: str) -> list[int]:
+        return [rank for rank, name in enumerate(self.nodes) if name == node]
 
     def _watch(self, pid: int, data: object) -> None:
         self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data)
@@ -120,13 +134,15 @@ class _Ranks:
                 self.selector.unregister(key.fd)
                 os.close(key.fd)
                 rank = key.data[1]
-                if self.processes[rank].wait() != 0 and self.first_failed is None:
+                failed = self.processes[rank].wait() != 0 and rank not in self.killed
+                if failed and self.first_failed is None:
                     self.first_failed = rank
 
     def _read(self, stream: _Stream) -> None:
         lines, more = stream.read()
         if not more:
             self.selector.unregister(stream.pipe)
+            stream.pipe.close()
             if stream.file is not None:
                 stream.file.close()
         for line in lines:
@@ -180,6 +196,7 @@ def run_slots(
     quiet: bool,
     output_dir: Path | None,
     grace: float,
+    kills: Kills | None = None,
 ) -> Result:
     """Start one process for each entry of `nodes` (rank by rank), see `Lab.launch`."""
     if on_line is None:
@@ -193,10 +210,16 @@ def run_slots(
         try:
             ranks.start(start)
             while ranks.running and ranks.first_failed is None:
-                left = None if timeout is None else began + timeout - time.monotonic()
+                now = time.monotonic()
+                left = None if timeout is None else began + timeout - now
                 if left is not None and left <= 0:
                     timed_out = True
                     break
+                if kills is not None:
+                    if kills.due <= now:
+                        _come_and_go(ranks, kills, start)
+                    until = kills.due - time.monotonic()
+                    left = until if left is None else min(left, until)
                 ranks.wait(left)
         finally:
             if ranks.running:
@@ -209,6 +232,19 @@ def run_slots(
     status = TIMED_OUT if timed_out else (0 if failed is None else statuses[failed])
     node = None if failed is None else nodes[failed]
     return Result(status, failed, node, statuses, time.monotonic() - began, timed_out)
+
+
+def _come_and_go(
+    ranks: _Ranks, kills: Kills, start: Callable[[int], subprocess.Popen[bytes]]
+) -> None:
+    if kills.away is not None:
+        for rank in ranks.on(kills.come_back()):
+            ranks.start_again(rank, start)
+        return
+    if any(process.returncode is not None for process in ranks.processes):
+        kills.skip()  # the first rank is done: the job is at its end
+    else:
+        ranks.killed.update(ranks.on(kills.die(list(dict.fromkeys(ranks.nodes)))))
 
 
 def _drop(*_: object) -> None:
