@@ -112,6 +112,34 @@ def test_training_is_that_of_one_process(shape: list[int]) -> None:
     worlds.run(shape, trains, env=TWO_LEVELS if shape[0] == 2 else {})
 
 
+def overlaps(rank: int, size: int) -> None:
+    hvd.init()
+    os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
+    model = model_of()
+    shared = nn.Parameter(torch.ones(3))  # comes first in the model and in backward
+    named = [("shared", shared), *model.named_parameters()]
+    inner = torch.optim.SGD([p for _, p in named], lr=0.05)
+    optimizer = hvd.DistributedOptimizer(inner, named)
+    gone: list[int] = []
+
+    def counts(_gradient: torch.Tensor) -> None:
+        gone.append(optimizer._reducer.arrivals.place if optimizer._reducer else 0)
+
+    model[0].weight.register_hook(counts)
+    for step in range(3):
+        optimizer.zero_grad()
+        (model(batch(rank, step)) * shared).square().mean().backward()
+        optimizer.step()
+    order = [named[i][0] for i in optimizer._reducer.buckets.order]
+    assert order[0] == "shared" and order[-1] in ("0.weight", "0.bias"), order
+    assert gone[-1] >= 5, "buckets waited for the end of backward"
+
+
+def test_buckets_leave_while_backward_runs() -> None:
+    """In the order of the first backward, which ran before there were buckets."""
+    worlds.run([1, 1], overlaps)
+
+
 def holds_gradients(rank: int, size: int, passes: int, drops: bool, to_none: bool) -> None:
     hvd.init()
     model = model_of()

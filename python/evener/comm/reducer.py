@@ -329,10 +329,19 @@ class Reducer:
         if self.recorder is not None:
             self.recorder.complete(bucket)
 
-    def catch_up(self) -> None:
-        """Take the gradients that are there as this step's: they came before this reducer."""
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
+    def catch_up(self, came: Sequence[torch.Tensor] = ()) -> None:
+        """Take the gradients that are there as this step's: they came before this reducer.
+
+        `came`: their parameters, in the order in which they came; buckets follow it from the next
+        step on. Those that it leaves out count as the last, in reverse: backward's usual order.
+        """
+        places = {id(parameter): place for place, parameter in enumerate(came)}
+        count = len(self.parameters)
+        for index in sorted(
+            range(count),
+            key=lambda i: (places.get(id(self.parameters[i]), len(places)), count - i),
+        ):
+            if self.parameters[index].grad is not None:
                 self.arrivals.expect_one(index)
                 self.arrived(index)
 

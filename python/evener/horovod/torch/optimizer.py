@@ -185,6 +185,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _sparse: dict[int, Callable[[], torch.Tensor]]
     _number: int
     _arrivals: Arrivals | None  # until the reducer is made
+    _came: list[torch.nn.Parameter]  # in which order gradients came in the first backward
     sparse_as_dense: bool
     op: int
     process_set: Any
@@ -263,7 +264,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._plans, self._steps = plans, None
         self._number = steps.enlist(self)
         _replace_reducers(parameter for _, parameter in reduced)
-        self._arrivals = Arrivals(reduced, self)
+        self._arrivals, self._came = Arrivals(reduced, self), []
 
     @property
     def _handles(self) -> dict[torch.Tensor, tuple[Any, Any]]:
@@ -286,7 +287,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             return False
         if self._arrivals is not None:
             self._arrivals.detach()
-            self._arrivals = None
+            self._came, self._arrivals = self._arrivals.order, None
         self._generation, self._reducer = rendezvous.generation(), None
         self._steps = None
         if not self._reduces or not self.process_set.included() or self.process_set.size() == 1:
@@ -375,7 +376,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._reducer is not None:
             try:
                 if armed:
-                    self._reducer.catch_up()
+                    self._reducer.catch_up(self._came)
                 if self._steps is None:
                     self._reducer.flush()
                     self._apply()
@@ -501,6 +502,7 @@ class Arrivals:
     def __init__(self, named: list[tuple[str, torch.nn.Parameter]], optimizer: Any) -> None:
         self._named = named
         self._came = {name: 0 for name, _ in named}
+        self.order: list[torch.nn.Parameter] = []
         self._optimizer = weakref.ref(optimizer)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
@@ -515,10 +517,12 @@ class Arrivals:
         """The parameters whose gradients came."""
         return [parameter for name, parameter in self._named if self._came[name]]
 
-    def _arrived(self, name: str, _parameter: torch.Tensor) -> None:
+    def _arrived(self, name: str, parameter: torch.nn.Parameter) -> None:
         optimizer = self._optimizer()
         if optimizer is None:
             return
+        if not self._came[name]:
+            self.order.append(parameter)
         self._came[name] += 1
         if self._came[name] > optimizer.backward_passes_per_step:
             raise AssertionError(

@@ -8,7 +8,7 @@ decompressed in `apply`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,8 +109,8 @@ class UserCompression:
         handle = start.allreduce([small], [small], False, name, self._op, self._factors, self._set)
         self._handles[index] = handle, context
 
-    def catch_up(self) -> None:
-        """Gradients came before this was made: they count."""
+    def catch_up(self, _came: Sequence[torch.Tensor] = ()) -> None:
+        """Gradients came before this was made: they count. One by one, so in any order."""
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self._left[index] = 0

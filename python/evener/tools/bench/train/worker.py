@@ -242,8 +242,8 @@ class _Run:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self.inputs = self.inputs.contiguous(memory_format=torch.channels_last)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.SGD(self.parameters, lr=options.lr)
-        self.model = wrap.wrap(model, self.optimizer, self.device, self.column, options)
+        plain = torch.optim.SGD(self.parameters, lr=options.lr)
+        self.model, self.optimizer = wrap.wrap(model, plain, self.device, self.column, options)
         self.model.train()
         self.loss = torch.zeros((), device=self.device)
         self._phase("build")

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from evener.tools.bench.train.columns import Column
     from evener.tools.bench.train.plan import Options
 
-    Wrapper = Callable[[nn.Module, torch.optim.Optimizer, torch.device, Column, Options], nn.Module]
+    Wrapped = tuple[nn.Module, torch.optim.Optimizer]
+    Wrapper = Callable[
+        [nn.Module, torch.optim.Optimizer, torch.device, Column, Options], nn.Module | Wrapped
+    ]
 
 
 def wrap(
@@ -22,9 +25,11 @@ def wrap(
     device: torch.device,
     column: Column,
     options: Options,
-) -> nn.Module:
-    """The model as the column trains it; the default process group exists (but for "none")."""
-    return WRAPPERS[column.wrap](model, optimizer, device, column, options)
+) -> Wrapped:
+    """The model as the column trains it, and what steps it; the default process group exists (but
+    for "none")."""
+    made = WRAPPERS[column.wrap](model, optimizer, device, column, options)
+    return made if isinstance(made, tuple) else (made, optimizer)
 
 
 def _none(
@@ -102,6 +107,21 @@ def _evener(
     return accelerate(wrapped, overlapped, **given)
 
 
+def _horovod(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    column: Column,
+    options: Options,
+) -> Wrapped:
+    import evener.horovod.torch as hvd
+
+    del device, column, options
+    hvd.init()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+
 WRAPPERS: dict[str, Wrapper] = {
     "none": _none,
     "ddp": _ddp,
@@ -109,4 +129,5 @@ WRAPPERS: dict[str, Wrapper] = {
     "hook:bf16": _hook("bf16_compress_hook"),
     "powersgd": _powersgd,
     "evener": _evener,
+    "horovod": _horovod,
 }
