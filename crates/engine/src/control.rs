@@ -489,6 +489,7 @@ fn delivered(
             path: *path,
             rate: bytes.saturating_sub(bytes_before) as f64 / passed,
             busy: busy.min(1.0),
+            trip: Duration::from_micros(report.rtt_us),
         });
     }
     all

@@ -31,6 +31,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use crate::lane::SCARCE;
 use crate::path::PathId;
 
 /// Longest wait between two attempts.
@@ -46,8 +47,9 @@ const WORTH: f64 = 1.05;
 const LAGGING: f64 = 0.6;
 /// Flows opened to replace one; the best of them stays.
 const CANDIDATES: usize = 4;
-/// A new flow needs this long to find its rate.
+/// A new flow needs this long to find its rate, and this many round trips.
 const SETTLE: Duration = Duration::from_millis(300);
+const SETTLE_TRIPS: u32 = 16;
 /// Looks whose mean is compared with that of as many others.
 const LOOKS: u32 = 3;
 /// Flows that are busy for less of their time, on the average, leave room for more to be sent.
@@ -164,6 +166,8 @@ pub struct Delivered {
     pub rate: f64,
     /// The share of the time in which something was in flight.
     pub busy: f64,
+    /// Its round trip, zero where unknown.
+    pub trip: Duration,
 }
 
 impl Dialer {
@@ -413,7 +417,11 @@ impl Dialer {
         }
         let sum: f64 = delivered.iter().map(|one| one.rate).sum();
         let busy: f64 = delivered.iter().map(|one| one.busy).sum();
-        if delivered.is_empty() || busy < BUSY * delivered.len() as f64 {
+        // Those that have little each are many enough: what one more brings is chance, and it costs the
+        // others packets.
+        let many = sum < SCARCE * delivered.len() as f64;
+        let idle = busy < BUSY * delivered.len() as f64;
+        if delivered.is_empty() || idle || (many && self.trial.is_none()) {
             self.looks = (0, 0.0);
             return Vec::new();
         }
@@ -433,7 +441,7 @@ impl Dialer {
         if count < self.most {
             let step = (count / 2).clamp(1, self.most - count);
             let opened: Vec<u64> = (0..step).filter_map(|_| self.add_anywhere(now)).collect();
-            self.start(Why::Growth(mean), opened, now);
+            self.start(Why::Growth(mean), opened, delivered, now);
         } else {
             self.replace(delivered, now);
         }
@@ -446,8 +454,9 @@ impl Dialer {
         Some(self.add(route, now))
     }
 
-    fn start(&mut self, why: Why, opened: Vec<u64>, now: Duration) {
-        let from = now + SETTLE;
+    fn start(&mut self, why: Why, opened: Vec<u64>, delivered: &[Delivered], now: Duration) {
+        let trip = delivered.iter().map(|one| one.trip).min();
+        let from = now + SETTLE.max(trip.unwrap_or_default() * SETTLE_TRIPS);
         self.trial = Some(Trial { why, opened, from });
     }
 
@@ -465,7 +474,7 @@ impl Dialer {
         };
         let (path, route) = (slowest.path, self.flows[&flow].route);
         let opened = (0..CANDIDATES).map(|_| self.add(route, now)).collect();
-        self.start(Why::Replace(path), opened, now);
+        self.start(Why::Replace(path), opened, delivered, now);
     }
 
     fn rest_now(&mut self, now: Duration) {

@@ -52,10 +52,12 @@ enum Statement {
 const PIECE: f64 = 20e-6;
 const PIECE_LEAST: f64 = PACKET as f64;
 const PIECE_MOST: f64 = 4.0 * PACKET as f64;
-/// Where a live path has less than this to deliver (bytes per second), there are more of them than the
-/// network has room for: what 16 connections have of 0.8 Gb/s, a queue of 2 ms of which holds eight
-/// packets for each. TCP loses a tail then, and waits 200 ms for it.
-const SCARCE: f64 = 6e6;
+/// Where a live path has less than this to deliver (bytes per second) in a network without delay, there
+/// are more of them than the network has room for: what 16 connections have of 0.8 Gb/s, a queue of
+/// 2 ms of which holds eight packets for each. TCP loses a tail then, and waits 200 ms for it.
+pub(crate) const SCARCE: f64 = 6e6;
+/// A queue of this depth is thought of. A long way holds what is under way besides.
+const QUEUE: Duration = Duration::from_millis(2);
 /// A path rests for this long at most, there and elsewhere.
 const REST_SCARCE: Duration = Duration::from_millis(12_800);
 const REST_MOST: Duration = Duration::from_millis(400);
@@ -361,7 +363,8 @@ impl Lane {
 
     /// Whether there are more paths than the network has room for.
     pub fn is_scarce(&self) -> bool {
-        self.rate > 0.0 && self.rate < SCARCE * self.live as f64
+        let room = (QUEUE + self.trip).div_duration_f64(QUEUE);
+        self.rate > 0.0 && self.rate * room < SCARCE * self.live as f64
     }
 
     /// What these paths carried came late: others have the chunks for a while.

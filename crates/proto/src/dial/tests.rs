@@ -163,8 +163,9 @@ fn both_served(seed: u64) -> (f64, u64) {
                 .iter()
                 .map(|(path, ways)| Delivered {
                     path: *path,
-                    rate: 1.0 / sharing(ways[side]) as f64,
+                    rate: 1e10 / sharing(ways[side]) as f64,
                     busy: 1.0,
+                    trip: Duration::ZERO,
                 })
                 .collect();
             delivered.sort_by_key(|one| one.path);
@@ -283,8 +284,9 @@ impl Fabric {
                 let sharing = self.on.values().filter(|other| *other == on).count();
                 Delivered {
                     path: *path,
-                    rate: (1.0 / sharing as f64).min(self.cap),
+                    rate: 1e10 * (1.0 / sharing as f64).min(self.cap),
                     busy: 1.0,
+                    trip: Duration::ZERO,
                 }
             })
             .collect()
@@ -297,7 +299,7 @@ impl Fabric {
     }
 
     fn sum(&self) -> f64 {
-        self.rates().iter().map(|one| one.rate).sum()
+        self.rates().iter().map(|one| one.rate / 1e10).sum()
     }
 
     fn follow(&mut self, dialer: &mut Dialer, orders: Vec<Order>) {
