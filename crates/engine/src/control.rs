@@ -3,7 +3,7 @@
 //!
 //! # Strangers
 //! The listening socket is open to the network. Whatever connects gets two seconds and 100 bytes of
-//! memory to say a greeting with this process' token; otherwise it is closed without an answer.
+//! memory to say a greeting of who has this process' key; otherwise it is closed without an answer.
 //! There are at most [`MOST_GREETINGS`] of them at a time; the oldest goes first. A job's own peers
 //! send their greeting at once, and dial again if they were the oldest in a storm.
 //!
@@ -28,6 +28,7 @@ use evener_proto::dial::{Delivered, Dialer, Order, Route};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::fds;
+use crate::hello::{Greeting, Met, TAG};
 use crate::lock::lock;
 use crate::log::Level;
 use crate::news::News;
@@ -41,7 +42,7 @@ use crate::task::{StreamTask, Task};
 pub const MOST_GREETINGS: usize = 256;
 const GREETING_TIME: Duration = Duration::from_secs(2);
 /// A dial of a port that was used before is given up after this long, another after twice as long.
-const DIAL_TIME: Duration = Duration::from_millis(500);
+const DIAL_TIME: Duration = Duration::from_millis(750);
 /// Out of descriptors, peers are not accepted for this long.
 const DEAF: Duration = Duration::from_millis(200);
 const UNSERVED: Duration = Duration::from_secs(2);
@@ -81,14 +82,22 @@ struct PeerState {
 }
 
 enum Kind {
-    Incoming,
+    /// With the greeting that was challenged.
+    Incoming(Option<(Greeting, Met)>),
     Outgoing {
         peer: PeerKey,
         flow: u64,
         path: PathId,
         route: Route,
-        greeted: bool,
+        said: Said,
     },
+}
+
+/// How far the side that dialled is: what it said last.
+enum Said {
+    Nothing,
+    Greeting([u8; TAG]),
+    Proof(Met),
 }
 
 /// A connection before frames flow on it.
@@ -114,6 +123,8 @@ pub struct Control {
     deaf: Option<Duration>,
     /// Whether that was said.
     short: bool,
+    /// Whether it was said that a peer has another version.
+    mixed: bool,
 }
 
 impl Drop for Control {
@@ -149,6 +160,7 @@ impl Control {
             recorded: Duration::ZERO,
             deaf: None,
             short: false,
+            mixed: false,
         })
     }
 

@@ -1,10 +1,25 @@
 //! What two processes say before frames flow: the handle that travels out of band (128 bytes, NCCL's
-//! limit), and the greeting on each new connection.
+//! limit), and what is said on each new connection.
 //!
-//! The handle names a process and carries its token, 16 random bytes. A connection whose greeting
-//! has not that token is closed; its other end is told nothing. Addresses that do not fit the
-//! handle come in the answer to the greeting.
+//! The handle names a process and carries its key, 16 random bytes, which never cross the network here:
+//!
+//! ```text
+//! dials                                             listens
+//! greeting: who, a random number, tag
+//!                                                   challenge: another random number, tag
+//! proof: its own key under a pad, tag
+//!                                                   answer: addresses, tag
+//! ```
+//!
+//! Each tag is a hash with the listener's key of what it stands behind and, from the second on, of the
+//! greeting's tag and both random numbers. So both ends have shown that they know the key, and what was
+//! recorded means nothing on another connection. Who sends a greeting without it is told nothing. The
+//! pad is such a hash as well: the listener needs the other's key to dial back. Addresses that do not
+//! fit the handle come with the greeting and the answer. The bytes that follow are not protected: see
+//! docs/reference/security.md.
 
+use evener_proto::packet::JobKey;
+use evener_proto::packet::auth::LABELS;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 /// A process, for as long as it lives.
@@ -16,15 +31,29 @@ const HANDLE_MAGIC: [u8; 4] = *b"EVNH";
 const HANDLE_ADDRESSES: usize = 49;
 /// The connecting side's own note, kept in the handle between two calls.
 const COOKIE: usize = 120;
-/// Bytes of a greeting before its addresses.
-pub const GREETING: usize = 92;
+/// Bytes of a greeting before its addresses; a tag is behind them.
+pub const GREETING: usize = 76;
+/// Bytes of a challenge and of a proof.
+pub const CHALLENGE: usize = 40;
+/// See [`CHALLENGE`].
+pub const PROOF: usize = 32;
 /// Bytes of an answer before its addresses.
 pub const ANSWER: usize = 16;
 /// Bytes of an address.
 pub const ADDRESS: usize = 17;
 /// Most addresses of a process.
 pub const MOST_ADDRESSES: usize = crate::nics::MOST;
-const MAGIC: [u8; 8] = *b"EVENER\0\x03";
+/// Bytes of a tag.
+pub const TAG: usize = 16;
+/// The last byte is the version. 3 had tokens in clear.
+const MAGIC: [u8; 8] = *b"EVENER\0\x04";
+const HANDLE_VERSION: u8 = 3;
+// What a hash with the key is for.
+const OF_GREETING: u8 = LABELS;
+const OF_CHALLENGE: u8 = LABELS + 1;
+const OF_PROOF: u8 = LABELS + 2;
+const PAD: u8 = LABELS + 3;
+const OF_ANSWER: u8 = LABELS + 4;
 
 fn array<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..at + N)?.try_into().ok()
@@ -35,7 +64,7 @@ fn array<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
 pub struct Handle {
     /// The listening process.
     pub process: ProcessId,
-    /// What admits to it.
+    /// The key of connections to it.
     pub token: [u8; 16],
     /// Its listener.
     pub listener: u64,
@@ -52,7 +81,7 @@ impl Handle {
     pub fn emit(&self) -> [u8; HANDLE] {
         let mut bytes = [0; HANDLE];
         bytes[0..4].copy_from_slice(&HANDLE_MAGIC);
-        bytes[4] = 2;
+        bytes[4] = HANDLE_VERSION;
         bytes[5] = u8::from(self.udp);
         bytes[6..8].copy_from_slice(&self.port.to_le_bytes());
         bytes[8..24].copy_from_slice(&self.process);
@@ -77,7 +106,7 @@ impl Handle {
 
     /// From bytes; `None` where they are not a handle.
     pub fn parse(bytes: &[u8; HANDLE]) -> Option<Handle> {
-        if bytes[0..4] != HANDLE_MAGIC || bytes[4] != 2 {
+        if bytes[0..4] != HANDLE_MAGIC || bytes[4] != HANDLE_VERSION {
             return None;
         }
         let mut addresses = Vec::new();
@@ -112,17 +141,85 @@ impl Handle {
     }
 }
 
+/// The version of a peer that begins a connection as Evener does, but in another version.
+pub fn other_version(start: &[u8]) -> Option<u8> {
+    let start: [u8; 8] = array(start, 0)?;
+    (start[..7] == MAGIC[..7] && start[7] != MAGIC[7]).then_some(start[7])
+}
+
+/// `body` and its tag.
+fn sealed(mut body: Vec<u8>, key: &JobKey, label: u8, before: &[&[u8]]) -> Vec<u8> {
+    let parts = [before, &[&body]].concat();
+    let tag = key.proof(label, &parts);
+    body.extend_from_slice(&tag);
+    body
+}
+
+/// What stands before the tag, if it is right.
+fn opened<'a>(bytes: &'a [u8], key: &JobKey, label: u8, before: &[&[u8]]) -> Option<&'a [u8]> {
+    let (body, tag) = bytes.split_last_chunk::<TAG>()?;
+    let right = key.proof(label, &[before, &[body]].concat());
+    // As two numbers: it takes the same time whichever byte is wrong.
+    (u128::from_le_bytes(right) == u128::from_le_bytes(*tag)).then_some(body)
+}
+
+/// What both ends know of a connection after the challenge: the greeting's tag, and the listener's
+/// random number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Met {
+    /// The last bytes of the greeting.
+    pub greeting: [u8; TAG],
+    /// From the challenge.
+    pub random: [u8; 16],
+}
+
+impl Met {
+    fn parts(&self) -> [&[u8]; 2] {
+        [&self.greeting, &self.random]
+    }
+
+    /// The challenge, from the listener.
+    pub fn challenge(&self, key: &JobKey) -> Vec<u8> {
+        let body = [MAGIC.as_slice(), &self.random].concat();
+        sealed(body, key, OF_CHALLENGE, &[&self.greeting])
+    }
+
+    /// From a challenge to the greeting with this tag; `None` where it is none, or not of who has the
+    /// key.
+    pub fn of_challenge(bytes: &[u8], key: &JobKey, greeting: [u8; TAG]) -> Option<Met> {
+        let body = opened(bytes, key, OF_CHALLENGE, &[&greeting])?;
+        let random = array(body, 8)?;
+        (body.len() == CHALLENGE - TAG && body[..8] == MAGIC).then_some(Met { greeting, random })
+    }
+
+    /// The proof, from who dialled, with its own key.
+    pub fn proof(&self, key: &JobKey, own: [u8; 16]) -> Vec<u8> {
+        let body = self.padded(key, own).to_vec();
+        sealed(body, key, OF_PROOF, &self.parts())
+    }
+
+    /// The key of who dialled, from a proof; `None` where it proves nothing.
+    pub fn of_proof(&self, bytes: &[u8], key: &JobKey) -> Option<[u8; 16]> {
+        let body = opened(bytes, key, OF_PROOF, &self.parts())?;
+        Some(self.padded(key, body.try_into().ok()?))
+    }
+
+    /// With the pad, or without it again.
+    fn padded(&self, key: &JobKey, own: [u8; 16]) -> [u8; 16] {
+        let pad = key.proof(PAD, &self.parts());
+        (u128::from_le_bytes(own) ^ u128::from_le_bytes(pad)).to_le_bytes()
+    }
+}
+
 /// The first bytes of a connection, from the side that opened it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Greeting {
-    /// What admits.
-    pub token: [u8; 16],
     /// Who is wanted.
     pub to: ProcessId,
     /// Who it is.
     pub from: ProcessId,
-    /// What admits to the greeting process.
-    pub from_token: [u8; 16],
+    /// Another one for each connection.
+    pub random: [u8; 16],
     /// Where it listens.
     pub port: u16,
     /// The number of this path.
@@ -162,50 +259,54 @@ fn parse_addresses(bytes: &[u8]) -> Option<Vec<IpAddr>> {
         .collect()
 }
 
+/// The last bytes of a greeting.
+pub fn tag_of(greeting: &[u8]) -> [u8; TAG] {
+    greeting.last_chunk().copied().unwrap_or_default()
+}
+
 impl Greeting {
     /// As bytes.
-    pub fn emit(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(GREETING + ADDRESS * self.addresses.len());
+    pub fn emit(&self, key: &JobKey) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(GREETING + ADDRESS * self.addresses.len() + TAG);
         bytes.extend_from_slice(&MAGIC);
-        bytes.extend_from_slice(&self.token);
         bytes.extend_from_slice(&self.to);
         bytes.extend_from_slice(&self.from);
-        bytes.extend_from_slice(&self.from_token);
+        bytes.extend_from_slice(&self.random);
         bytes.extend_from_slice(&self.port.to_le_bytes());
         bytes.extend_from_slice(&[0, 0]);
         bytes.extend_from_slice(&self.path.to_le_bytes());
         let count = self.addresses.len().min(MOST_ADDRESSES) as u8;
         bytes.extend_from_slice(&[self.local, self.remote, count, 0, 0, 0, 0, 0]);
         emit_addresses(&self.addresses, &mut bytes);
-        bytes
+        sealed(bytes, key, OF_GREETING, &[])
     }
 
     /// How many bytes a greeting that starts so has; `None` where it is none.
     pub fn length(start: &[u8; GREETING]) -> Option<usize> {
-        let count = usize::from(start[86]);
-        (start[..8] == MAGIC && count <= MOST_ADDRESSES).then_some(GREETING + count * ADDRESS)
+        let count = usize::from(start[70]);
+        (start[..8] == MAGIC && count <= MOST_ADDRESSES).then_some(GREETING + count * ADDRESS + TAG)
     }
 
-    /// From bytes; `None` where they are not a greeting.
-    pub fn parse(bytes: &[u8]) -> Option<Greeting> {
+    /// From bytes; `None` where they are not a greeting, or not of who has the key.
+    pub fn parse(bytes: &[u8], key: &JobKey) -> Option<Greeting> {
         if bytes.len() != Greeting::length(&array(bytes, 0)?)? {
             return None;
         }
+        let body = opened(bytes, key, OF_GREETING, &[])?;
         Some(Greeting {
-            token: array(bytes, 8)?,
-            to: array(bytes, 24)?,
-            from: array(bytes, 40)?,
-            from_token: array(bytes, 56)?,
-            port: u16::from_le_bytes(array(bytes, 72)?),
-            path: u64::from_le_bytes(array(bytes, 76)?),
-            local: bytes[84],
-            remote: bytes[85],
-            addresses: parse_addresses(&bytes[GREETING..])?,
+            to: array(body, 8)?,
+            from: array(body, 24)?,
+            random: array(body, 40)?,
+            port: u16::from_le_bytes(array(body, 56)?),
+            path: u64::from_le_bytes(array(body, 60)?),
+            local: body[68],
+            remote: body[69],
+            addresses: parse_addresses(&body[GREETING..])?,
         })
     }
 }
 
-/// The answer to a greeting.
+/// The answer to a proof.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     /// All of its addresses.
@@ -214,28 +315,29 @@ pub struct Answer {
 
 impl Answer {
     /// As bytes.
-    pub fn emit(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(ANSWER + ADDRESS * self.addresses.len());
+    pub fn emit(&self, key: &JobKey, met: &Met) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(ANSWER + ADDRESS * self.addresses.len() + TAG);
         bytes.extend_from_slice(&MAGIC);
         let count = self.addresses.len().min(MOST_ADDRESSES) as u8;
         bytes.extend_from_slice(&[0, count, 0, 0, 0, 0, 0, 0]);
         emit_addresses(&self.addresses, &mut bytes);
-        bytes
+        sealed(bytes, key, OF_ANSWER, &met.parts())
     }
 
     /// How many bytes an answer that starts so has; `None` where it is none.
     pub fn length(start: &[u8; ANSWER]) -> Option<usize> {
         let count = usize::from(start[9]);
-        (start[..8] == MAGIC && count <= MOST_ADDRESSES).then_some(ANSWER + count * ADDRESS)
+        (start[..8] == MAGIC && count <= MOST_ADDRESSES).then_some(ANSWER + count * ADDRESS + TAG)
     }
 
-    /// From bytes; `None` where they are not an answer.
-    pub fn parse(bytes: &[u8]) -> Option<Answer> {
+    /// From bytes; `None` where they are not an answer, or not of who has the key.
+    pub fn parse(bytes: &[u8], key: &JobKey, met: &Met) -> Option<Answer> {
         if bytes.len() != Answer::length(&array(bytes, 0)?)? {
             return None;
         }
+        let body = opened(bytes, key, OF_ANSWER, &met.parts())?;
         Some(Answer {
-            addresses: parse_addresses(&bytes[ANSWER..])?,
+            addresses: parse_addresses(&body[ANSWER..])?,
         })
     }
 }
@@ -270,30 +372,56 @@ mod tests {
         }
 
         #[test]
-        fn greetings_and_answers_parse_to_the_same(
-            tokens: [[u8; 16]; 4], port: u16, path: u64,
+        fn two_ends_with_one_key_meet_and_say_no_key(
+            names: [[u8; 16]; 6], port: u16, path: u64, bit: usize,
             addresses in prop::collection::vec(address(), 0..MOST_ADDRESSES),
         ) {
-            let [token, to, from, from_token] = tokens;
+            let [token, own, to, from, random, other] = names;
+            let (key, wrong) = (JobKey::new(token), JobKey::new(other));
             let greeting = Greeting {
-                token, to, from, from_token, port, path,
-                local: 1, remote: 2, addresses: addresses.clone(),
+                to, from, random, port, path, local: 1, remote: 2, addresses: addresses.clone(),
             };
-            let parsed = Greeting::parse(&greeting.emit());
-            prop_assert_eq!(parsed, Some(greeting));
+            let said = greeting.emit(&key);
+            prop_assert_eq!(Greeting::parse(&said, &key), Some(greeting.clone()));
+            let met = Met { greeting: tag_of(&said), random: to };
+            let challenge = met.challenge(&key);
+            prop_assert_eq!(Met::of_challenge(&challenge, &key, tag_of(&said)), Some(met));
+            let proof = met.proof(&key, own);
+            prop_assert_eq!(met.of_proof(&proof, &key), Some(own));
             let answer = Answer { addresses };
-            prop_assert_eq!(Answer::parse(&answer.emit()), Some(answer));
+            let heard = answer.emit(&key, &met);
+            prop_assert_eq!(Answer::parse(&heard, &key, &met), Some(answer));
+            // Another key, another connection, a wrong bit.
+            let later = Met { random: from, ..met };
+            prop_assert!(token == other || Greeting::parse(&said, &wrong).is_none());
+            prop_assert!(to == from || later.of_proof(&proof, &key).is_none());
+            prop_assert!(to == from || Answer::parse(&heard, &key, &later).is_none());
+            prop_assert_eq!(Met::of_challenge(&challenge, &key, [0; TAG]), None);
+            let mut forged = proof.clone();
+            let bit = bit % (8 * forged.len());
+            forged[bit / 8] ^= 1 << (bit % 8);
+            prop_assert_eq!(met.of_proof(&forged, &key), None);
+            for bytes in [&said, &challenge, &proof, &heard] {
+                for secret in [token, own] {
+                    let clear = bytes.windows(16).any(|part| part == secret);
+                    prop_assert!(!clear || names[2..].contains(&secret));
+                }
+            }
         }
 
         #[test]
         fn any_bytes_parse_or_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
-            let _ = Greeting::parse(&bytes);
-            let _ = Answer::parse(&bytes);
+            let (key, met) = (JobKey::new([1; 16]), Met { greeting: [2; 16], random: [3; 16] });
+            let _ = Greeting::parse(&bytes, &key);
+            let _ = Answer::parse(&bytes, &key, &met);
+            let _ = Met::of_challenge(&bytes, &key, [2; 16]);
+            let _ = met.of_proof(&bytes, &key);
+            let _ = other_version(&bytes);
             let mut handle = [0; HANDLE];
             handle[..bytes.len().min(HANDLE)].copy_from_slice(&bytes[..bytes.len().min(HANDLE)]);
             let _ = Handle::parse(&handle);
             handle[0..4].copy_from_slice(&HANDLE_MAGIC);
-            handle[4] = 2;
+            handle[4] = HANDLE_VERSION;
             let _ = Handle::parse(&handle);
         }
     }

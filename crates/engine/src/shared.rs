@@ -119,6 +119,16 @@ impl Shared {
         self.waker.fd()
     }
 
+    /// Never the same twice.
+    pub(crate) fn nonce(&self) -> [u8; 16] {
+        let words = [self.random(), self.random()];
+        let mut bytes = [0; 16];
+        for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
     pub(crate) fn random(&self) -> u64 {
         let mut bytes = [0; 8];
         match getrandom::fill(&mut bytes) {

@@ -9,9 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use evener_engine::comm::Comm;
-use evener_engine::hello::{ADDRESS, Answer, GREETING, Greeting, Handle};
+use evener_engine::hello::{Answer, CHALLENGE, GREETING, Greeting, Handle, Met, PROOF, tag_of};
 use evener_engine::{Choice, Config, Engine, Error, Memory, Slot, Status};
 use evener_proto::Frame;
+use evener_proto::packet::JobKey;
 
 use common::{LIMIT, finish, pair, until};
 
@@ -289,20 +290,25 @@ fn strangers_are_closed_in_time_and_hear_nothing() {
     let (_listener, bytes) = b.listen();
     let handle = Handle::parse(&bytes).unwrap();
     let greeting = Greeting {
-        token: [7; 16],
         to: handle.process,
         from: [1; 16],
-        from_token: [0; 16],
+        random: [2; 16],
         port: 1,
         path: 1,
         local: 0,
         remote: 0,
         addresses: Vec::new(),
     };
-    let greeting = greeting.emit();
+    let greeting = greeting.emit(&JobKey::new([7; 16]));
     let connect = || TcpStream::connect(("127.0.0.1", b.port())).unwrap();
     let (mut silent, mut slow, mut wrong) = (connect(), connect(), connect());
     wrong.write_all(&greeting).unwrap();
+    // As versions before the challenge greeted: 92 bytes, the key among them.
+    let mut old = connect();
+    let mut said = [0; 92];
+    said[..8].copy_from_slice(b"EVENER\0\x03");
+    said[8..24].copy_from_slice(&handle.token);
+    old.write_all(&said).unwrap();
     let began = Instant::now();
     // A byte at a time, of a greeting that would take longer than it may.
     let mut byte = greeting.iter().cycle();
@@ -312,7 +318,7 @@ fn strangers_are_closed_in_time_and_hear_nothing() {
         gone.then(|| began.elapsed())
     });
     assert!(slow_ended >= Duration::from_millis(1500), "{slow_ended:?}");
-    for stranger in [&mut silent, &mut slow, &mut wrong] {
+    for stranger in [&mut silent, &mut slow, &mut wrong, &mut old] {
         stranger.set_read_timeout(Some(LIMIT)).unwrap();
         let heard = stranger.read(&mut [0; 16]);
         assert!(!matches!(heard, Ok(1..)), "{heard:?}");
@@ -331,10 +337,9 @@ fn a_peer_that_speaks_nonsense_stops_nothing() {
     let mut seed = 7u64;
     for round in 0..60u64 {
         let greeting = Greeting {
-            token: handle.token,
             to: handle.process,
             from: [round as u8 % 3 + 1; 16],
-            from_token: [0; 16],
+            random: [round as u8; 16],
             port: 1,
             path: round,
             local: 0,
@@ -342,7 +347,15 @@ fn a_peer_that_speaks_nonsense_stops_nothing() {
             addresses: Vec::new(),
         };
         let mut peer = TcpStream::connect(("127.0.0.1", b.port())).unwrap();
-        peer.write_all(&greeting.emit()).unwrap();
+        let (key, said) = (
+            JobKey::new(handle.token),
+            greeting.emit(&JobKey::new(handle.token)),
+        );
+        peer.write_all(&said).unwrap();
+        let mut challenge = [0; CHALLENGE];
+        peer.read_exact(&mut challenge).unwrap();
+        let met = Met::of_challenge(&challenge, &key, tag_of(&said)).unwrap();
+        peer.write_all(&met.proof(&key, [0; 16])).unwrap();
         let mut bytes = Vec::new();
         for number in 0..20u64 {
             let frame = Frame::Chunk {
@@ -560,19 +573,29 @@ struct Slow {
 }
 
 impl Slow {
+    const TOKEN: [u8; 16] = [1; 16];
+
     /// Takes the one connection that comes, up to the opening of a comm.
     fn meet(listener: &TcpListener) -> Slow {
         let (mut stream, _) = listener.accept().unwrap();
         stream.set_read_timeout(Some(LIMIT)).unwrap();
-        let mut start = [0; GREETING];
-        stream.read_exact(&mut start).unwrap();
-        let mut rest = vec![0; Greeting::length(&start).unwrap() - GREETING];
-        assert_eq!(rest.len() % ADDRESS, 0);
-        stream.read_exact(&mut rest).unwrap();
+        let key = JobKey::new(Slow::TOKEN);
+        let mut greeting = vec![0; GREETING];
+        stream.read_exact(&mut greeting).unwrap();
+        let whole = Greeting::length(greeting.first_chunk().unwrap()).unwrap();
+        greeting.resize(whole, 0);
+        stream.read_exact(&mut greeting[GREETING..]).unwrap();
+        assert!(Greeting::parse(&greeting, &key).is_some());
+        let (greeting, random) = (tag_of(&greeting), [9; 16]);
+        let met = Met { greeting, random };
+        stream.write_all(&met.challenge(&key)).unwrap();
+        let mut proof = [0; PROOF];
+        stream.read_exact(&mut proof).unwrap();
+        assert!(met.of_proof(&proof, &key).is_some());
         let answer = Answer {
             addresses: vec!["127.0.0.1".parse().unwrap()],
         };
-        stream.write_all(&answer.emit()).unwrap();
+        stream.write_all(&answer.emit(&key, &met)).unwrap();
         let mut slow = Slow { stream };
         loop {
             if let Some(Frame::Open { comm, .. }) = slow.hear() {
@@ -619,7 +642,7 @@ fn a_process_that_ends_in_the_middle_of_a_message_says_goodbye() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut handle = Handle {
         process: [0xff; 16],
-        token: [1; 16],
+        token: Slow::TOKEN,
         listener: 7,
         port: listener.local_addr().unwrap().port(),
         udp: false,

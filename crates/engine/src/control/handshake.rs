@@ -8,14 +8,18 @@ use std::time::Duration;
 
 use evener_proto::PathId;
 use evener_proto::dial::Route;
+use evener_proto::packet::JobKey;
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::LISTENER;
 use super::{
     Control, DIAL_TIME, FRUITLESS, GREETING_TIME, Handshake, Kind, LOW_WATER, MOST_GREETINGS,
-    PORTS, SMALL,
+    PORTS, SMALL, Said,
 };
-use crate::hello::{ANSWER, Answer, GREETING, Greeting, MOST_ADDRESSES};
+use crate::hello::{
+    ADDRESS, ANSWER, Answer, CHALLENGE, GREETING, Greeting, MOST_ADDRESSES, Met, PROOF, TAG,
+    other_version, tag_of,
+};
 use crate::lock::lock;
 use crate::log::Level;
 use crate::peer::{PeerKey, Transport};
@@ -92,7 +96,7 @@ impl Control {
             flow,
             path: PathId(self.shared.random()),
             route,
-            greeted: false,
+            said: Said::Nothing,
         };
         let time = if again { DIAL_TIME } else { DIAL_TIME * 2 };
         self.watch(socket, kind, time)
@@ -146,7 +150,7 @@ impl Control {
             let incoming = |shake: &Option<Handshake>| {
                 shake
                     .as_ref()
-                    .is_some_and(|shake| matches!(shake.kind, Kind::Incoming))
+                    .is_some_and(|shake| matches!(shake.kind, Kind::Incoming(_)))
             };
             let count = self.handshakes.iter().filter(|one| incoming(one)).count();
             if count >= MOST_GREETINGS {
@@ -158,7 +162,7 @@ impl Control {
                 }
             }
             if socket.set_nonblocking(true).is_ok() {
-                let _ = self.watch(socket, Kind::Incoming, GREETING_TIME);
+                let _ = self.watch(socket, Kind::Incoming(None), GREETING_TIME);
             }
         }
     }
@@ -225,100 +229,170 @@ impl Control {
     }
 
     fn try_step(&mut self, index: usize) -> std::io::Result<()> {
-        let refuse = || std::io::Error::from(std::io::ErrorKind::InvalidData);
-        let addresses: Vec<IpAddr> = self.shared.nics.iter().map(|nic| nic.address).collect();
+        self.greet(index)?;
+        while let Some(bytes) = self.hear(index)? {
+            if !self.go_on(index, &bytes)? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Says the greeting, once it is connected.
+    fn greet(&mut self, index: usize) -> std::io::Result<()> {
         let Some(Some(shake)) = self.handshakes.get_mut(index) else {
             return Ok(());
         };
-        if let Kind::Outgoing {
+        let Kind::Outgoing {
             peer,
             path,
             route,
-            greeted,
+            said,
             ..
         } = &mut shake.kind
-            && !*greeted
-        {
-            if let Some(error) = shake.socket.take_error()? {
-                return Err(error);
-            }
-            if shake.socket.peer_addr().is_err() {
-                return Ok(()); // Not connected yet.
-            }
-            let state = self.peers.get(peer).ok_or_else(refuse)?;
-            let greeting = Greeting {
-                token: state.peer.token,
-                to: peer.process,
-                from: self.shared.process,
-                from_token: self.shared.token,
-                port: self.shared.port,
-                path: path.0,
-                local: route.local as u8,
-                remote: route.remote as u8,
-                addresses,
-            };
-            let bytes = greeting.emit();
-            if shake.socket.send(&bytes)? != bytes.len() {
-                return Err(refuse());
-            }
-            *greeted = true;
+        else {
+            return Ok(());
+        };
+        if !matches!(said, Said::Nothing) {
+            return Ok(());
         }
-        let incoming = matches!(shake.kind, Kind::Incoming);
-        let head = if incoming { GREETING } else { ANSWER };
+        if let Some(error) = shake.socket.take_error()? {
+            return Err(error);
+        }
+        if shake.socket.peer_addr().is_err() {
+            return Ok(()); // Not connected yet.
+        }
+        let state = self.peers.get(peer).ok_or_else(refuse)?;
+        let greeting = Greeting {
+            to: peer.process,
+            from: self.shared.process,
+            random: self.shared.nonce(),
+            port: self.shared.port,
+            path: path.0,
+            local: route.local as u8,
+            remote: route.remote as u8,
+            addresses: self.shared.nics.iter().map(|nic| nic.address).collect(),
+        };
+        let bytes = greeting.emit(&JobKey::new(state.peer.token));
+        *said = Said::Greeting(tag_of(&bytes));
+        say(&shake.socket, &bytes)
+    }
+
+    /// What the other end says next, once all of it is there.
+    fn hear(&mut self, index: usize) -> std::io::Result<Option<Vec<u8>>> {
+        let Some(Some(shake)) = self.handshakes.get_mut(index) else {
+            return Ok(None);
+        };
         let length = |bytes: &[u8]| -> Option<usize> {
-            if bytes.len() < head {
-                Some(head)
-            } else if incoming {
-                Greeting::length(bytes.first_chunk()?)
-            } else {
-                Answer::length(bytes.first_chunk()?)
+            match &shake.kind {
+                Kind::Incoming(None) if bytes.len() < GREETING => Some(GREETING),
+                Kind::Incoming(None) => Greeting::length(bytes.first_chunk()?),
+                Kind::Incoming(Some(_)) => Some(PROOF),
+                Kind::Outgoing {
+                    said: Said::Proof(_),
+                    ..
+                } if bytes.len() < ANSWER => Some(ANSWER),
+                Kind::Outgoing {
+                    said: Said::Proof(_),
+                    ..
+                } => Answer::length(bytes.first_chunk()?),
+                Kind::Outgoing { .. } => Some(CHALLENGE),
             }
         };
         loop {
-            let want = length(&shake.bytes).ok_or_else(refuse)?;
-            if shake.bytes.len() == want && want >= head && {
-                // Without addresses the head is all.
-                length(&shake.bytes) == Some(shake.bytes.len())
-            } {
-                break;
+            let Some(want) = length(&shake.bytes) else {
+                let version = other_version(&shake.bytes);
+                return Err(version.map_or_else(refuse, |version| self.of_other(version)));
+            };
+            if shake.bytes.len() == want {
+                return Ok(Some(std::mem::take(&mut shake.bytes)));
             }
-            let mut part = [0u8; GREETING + 17 * MOST_ADDRESSES];
+            let mut part = [0u8; GREETING + ADDRESS * MOST_ADDRESSES + TAG];
             let mut memory = Memory::of(&mut part);
             memory.length = want - shake.bytes.len();
             // SAFETY: `part` is ours, and `want` is at most its size.
             #[allow(unsafe_code, reason = "reads into a buffer of this function")]
             let got = unsafe { sys::receive(shake.socket.as_raw_fd(), &[memory]) };
             match got {
-                Ok(0) => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(got) => shake.bytes.extend_from_slice(&part[..got]),
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// A process of another version of Evener's has dialled: that is said once.
+    fn of_other(&mut self, version: u8) -> std::io::Error {
+        let text = format!(
+            "a peer greets in version {version} of the plug-in's protocol, and this is another: \
+             install the same version of Evener on all nodes"
+        );
+        if !std::mem::replace(&mut self.mixed, true) {
+            self.shared.log(Level::Warn, &text);
+        }
+        std::io::Error::new(ErrorKind::InvalidData, text)
+    }
+
+    /// Takes what was heard: whether more is to come.
+    fn go_on(&mut self, index: usize, bytes: &[u8]) -> std::io::Result<bool> {
+        let Some(Some(shake)) = self.handshakes.get_mut(index) else {
+            return Ok(false);
+        };
+        let own = JobKey::new(self.shared.token);
+        match &mut shake.kind {
+            Kind::Incoming(None) => {
+                let Some(greeting) = Greeting::parse(bytes, &own)
+                    .filter(|greeting| greeting.to == self.shared.process)
+                else {
+                    let text = "a stranger's greeting was dropped";
+                    self.shared.log(Level::Debug, text);
+                    return Err(refuse());
+                };
+                let met = Met {
+                    greeting: tag_of(bytes),
+                    random: self.shared.nonce(),
+                };
+                say(&shake.socket, &met.challenge(&own))?;
+                shake.kind = Kind::Incoming(Some((greeting, met)));
+                return Ok(true);
+            }
+            Kind::Outgoing { peer, said, .. } => {
+                let state = self.peers.get(peer).ok_or_else(refuse)?;
+                if let Said::Greeting(tag) = said {
+                    let key = JobKey::new(state.peer.token);
+                    let met = Met::of_challenge(bytes, &key, *tag).ok_or_else(refuse)?;
+                    say(&shake.socket, &met.proof(&key, self.shared.token))?;
+                    *said = Said::Proof(met);
+                    return Ok(true);
+                }
+            }
+            Kind::Incoming(Some(_)) => {}
+        }
         let Some(shake) = self.handshakes[index].take() else {
-            return Ok(());
+            return Ok(false);
         };
         match shake.kind {
-            Kind::Incoming => {
-                let greeting = Greeting::parse(&shake.bytes).ok_or_else(refuse)?;
-                self.greeted(shake.socket, &greeting)
+            Kind::Incoming(Some((greeting, met))) => {
+                let token = met.of_proof(bytes, &own).ok_or_else(refuse)?;
+                self.greeted(shake.socket, &greeting, token, &met)?;
             }
             Kind::Outgoing {
                 peer,
                 flow,
                 path,
                 route,
-                ..
+                said: Said::Proof(met),
             } => {
-                let answer = Answer::parse(&shake.bytes);
                 let now = self.now();
                 let Some(state) = self.peers.get_mut(&peer) else {
-                    return Ok(());
+                    return Ok(false);
                 };
-                let Some(answer) = answer else {
+                let Some(answer) = Answer::parse(bytes, &JobKey::new(state.peer.token), &met)
+                else {
                     state.dialer.failed(flow, now);
-                    return Ok(());
+                    return Ok(false);
                 };
                 state.dialer.connected(flow, path, now);
                 state.refused = None;
@@ -332,31 +406,28 @@ impl Control {
                 let nic = self.shared.nics.get(route.local);
                 let nic = nic.map(|nic| (nic.name.clone(), nic.index));
                 self.hand_over(shake.socket, Claim::of(&peer), path, nic, true);
-                Ok(())
             }
+            _ => {}
         }
+        Ok(false)
     }
 
-    /// A greeting came: it is one of ours, or it is dropped.
-    fn greeted(&mut self, socket: Socket, greeting: &Greeting) -> std::io::Result<()> {
+    /// One of ours has dialled: `token` is its key.
+    fn greeted(
+        &mut self,
+        socket: Socket,
+        greeting: &Greeting,
+        token: [u8; 16],
+        met: &Met,
+    ) -> std::io::Result<()> {
         let shared = self.shared.clone();
-        if greeting.token != shared.token || greeting.to != shared.process {
-            shared.log(Level::Debug, "a stranger's greeting was dropped");
-            return Ok(());
-        }
         let key = PeerKey {
             process: greeting.from,
             mirror: greeting.from == shared.process,
             transport: Transport::Tcp,
             connection: 0,
         };
-        let peer = shared.peer(
-            key,
-            greeting.from_token,
-            greeting.port,
-            &greeting.addresses,
-            None,
-        );
+        let peer = shared.peer(key, token, greeting.port, &greeting.addresses, None);
         let path = PathId(greeting.path);
         {
             let mut known = lock(&peer.addresses);
@@ -373,10 +444,8 @@ impl Control {
         let answer = Answer {
             addresses: shared.nics.iter().map(|nic| nic.address).collect(),
         };
-        let bytes = answer.emit();
-        if socket.send(&bytes)? == bytes.len() {
-            self.hand_over(socket, peer, path, nic, false);
-        }
+        say(&socket, &answer.emit(&JobKey::new(shared.token), met))?;
+        self.hand_over(socket, peer, path, nic, false);
         Ok(())
     }
 
@@ -408,6 +477,19 @@ impl Control {
             interface,
             stats,
         });
+    }
+}
+
+fn refuse() -> std::io::Error {
+    std::io::Error::from(ErrorKind::InvalidData)
+}
+
+/// Says something short: a new connection has room for it.
+fn say(socket: &Socket, bytes: &[u8]) -> std::io::Result<()> {
+    if socket.send(bytes)? == bytes.len() {
+        Ok(())
+    } else {
+        Err(refuse())
     }
 }
 

@@ -33,6 +33,9 @@ use carryless::Unit;
 /// Words of a key of the sum: for the largest datagram that is sent, one of a jumbo frame.
 const WORDS: usize = 9_216 / 8;
 
+/// Smaller labels of derived keys are this module's own.
+pub const LABELS: u8 = 16;
+
 /// What all ranks of a job know and nobody else.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct JobKey([u8; 16]);
@@ -55,6 +58,16 @@ impl JobKey {
         hasher.write(&initiator.to_le_bytes());
         hasher.write(&responder.to_le_bytes());
         SipHasher24::new_with_key(&hasher.finish128().as_bytes())
+    }
+
+    /// A keyed hash of `parts`, one after the other, for a purpose of the caller's: a label from
+    /// [`LABELS`] on. Who has it learns nothing of the key. (SipHash-2-4 with 128 bits.)
+    pub fn proof(&self, label: u8, parts: &[&[u8]]) -> [u8; 16] {
+        debug_assert!(label >= LABELS, "a label of this module");
+        let mut hasher = SipHasher128::new_with_key(&self.0);
+        hasher.write(&[label]);
+        parts.iter().for_each(|part| hasher.write(part));
+        hasher.finish128().as_bytes()
     }
 
     /// For packets before there is a connection.
