@@ -5,13 +5,14 @@
 
 A cell is a virtual environment under .build/matrix, made once: one torch, one Python, and what the
 tests import. Evener itself is the checkout's (its native module is abi3). A Python that is not on
-this machine, and a torch that has no wheel for a Python, give a cell that says so. Exit status 1:
-a test failed.
+this machine, and a torch that has no wheel for a Python, give a cell that says so. What each group
+of tests came to is kept in a JSON file, which later runs add to. Exit status 1: a test failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -19,29 +20,36 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CELLS = ROOT / ".build" / "matrix"
+RECORD = ROOT / "benchmarks" / "results" / "matrix.json"
 TORCH = ("2.9", "2.11", "2.13", "2.15")
 NEEDS = (
     *("pytest", "pytest-timeout", "hypothesis", "numpy>=1.26", "click>=8.1", "rich>=13"),
     *("jinja2", "pyyaml", "safetensors", "pyroute2>=0.9.1"),
 )
-# The shortest tests that go through each pillar's use of torch; the rest is `make test`.
+# The tests that go through each pillar's use of torch; the rest is `make test`.
 TESTS = {
-    "fsdp": "tests/test_fsdp.py",
-    "door": "tests/door/test_door.py",
+    "fsdp": "tests/test_fsdp.py tests/test_fsdp_sharded.py",
+    "door": "tests/door",
     "ddp": "tests/comm/test_as_ddp.py",
     "overlap": "tests/comm/test_overlap.py",
-    "zero": "tests/zero/test_engine.py tests/zero/test_rules.py",
-    "pipeline": "tests/pipeline/test_plan.py tests/pipeline/test_run.py",
-    "moe": "tests/moe/test_layer.py tests/moe/test_convert.py",
+    "horovod": "tests/horovod/test_operations.py tests/horovod/test_optimizer.py",
+    "zero": "tests/zero",
+    "pipeline": "tests/pipeline",
+    "moe": "tests/moe",
     "embedding": "tests/embedding -k torch",
+    "compile": "tests/compile -k torch",
+    "precision": "tests/precision -k torch",
     "calls": "tests/test_given.py",
 }
 TF_TESTS = {
     "embedding": "tests/embedding/test_tensorflow.py",
+    "compile": "tests/compile/test_tensorflow.py",
     "precision": "tests/precision/test_keras.py",
+    "horovod": "tests/horovod/test_tensorflow.py",
 }
 
 
@@ -79,24 +87,55 @@ def cell(package: str, version: str, python: str) -> Path | str:
     return folder
 
 
-def outcome(python: Path, tests: str, seconds: int) -> str:
-    """pytest's counts, in short."""
+def outcome(python: Path, name: str, tests: str, seconds: int) -> dict[str, object]:
+    """pytest's counts, and which tests failed."""
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m",
                "not gpu and not lab and not mpi", *tests.split()]  # fmt: skip
     begin = time.monotonic()
     env = {**os.environ, "VIRTUAL_ENV": str(python.parents[1])}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        return f"over {seconds} s"
-    last = (done.stdout.splitlines() or [""])[-1]
-    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", last)
-    log = python.parents[1] / f"{re.sub(r'[^a-z]+', '-', tests)[:40]}.log"
-    log.write_text(done.stdout + done.stderr)
-    said = ", ".join(f"{n} {kind}" for n, kind in counts) or f"status {done.returncode}"
-    return f"{said} ({time.monotonic() - begin:.0f} s)"
+    log = CELLS / f"{python.parents[1].name}-{name}.log"
+    with log.open("w+") as out:
+        try:
+            status: int | str = subprocess.run(
+                command, cwd=ROOT, env=env, stdout=out, stderr=out, timeout=seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = f"over {seconds} s"
+        out.seek(0)
+        said = out.read()
+    last = (said.splitlines() or [""])[-1]
+    found: dict[str, object] = {
+        kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)
+    }
+    if status not in (0, 1):
+        found["status"] = status
+    if wrong := re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE):
+        found["wrong"] = wrong
+    return found | {"seconds": round(time.monotonic() - begin)}
+
+
+def versions(python: Path) -> dict[str, str]:
+    """What a cell has, of what matters."""
+    code = (
+        "import importlib.metadata as m, json, sys; names = 'torch triton nvidia-nccl-cu12"
+        " nvidia-nccl-cu13 tensorflow-cpu keras numpy'.split()\n"
+        "found = {d.metadata['Name']: d.version for d in m.distributions()}\n"
+        "print(json.dumps({'python': sys.version.split()[0]} | {n: found[n] for n in names"
+        " if n in found}))"
+    )
+    return dict(json.loads(subprocess.check_output([str(python), "-c", code])))
+
+
+def keep(cell: str, has: dict[str, str], name: str, found: dict[str, object]) -> None:
+    """Put a group's outcome beside those of other cells and runs."""
+    record: dict[str, Any] = {"command": "make matrix"}
+    if RECORD.exists():
+        record = json.loads(RECORD.read_text())
+    there = record.setdefault("cells", {}).setdefault(cell, {})
+    there["versions"] = has
+    there.setdefault("tests", {})[name] = found
+    record["cells"] = dict(sorted(record["cells"].items()))
+    RECORD.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def main() -> int:
@@ -122,8 +161,10 @@ def main() -> int:
             continue
         suite = TF_TESTS if package.startswith("tensorflow") else {n: TESTS[n] for n in chosen}
         for name, tests in suite.items():
-            said = outcome(there / "bin/python", tests, given.seconds)
-            failed |= "passed" not in said or "failed" in said or "error" in said
+            found = outcome(there / "bin/python", name, tests, given.seconds)
+            keep(there.name, versions(there / "bin/python"), name, found)
+            failed |= "passed" not in found or "wrong" in found or "status" in found
+            said = ", ".join(f"{n} {kind}" for kind, n in found.items() if kind != "wrong")
             print(f"| {package} {version} | {python} | {name} | {said} |", flush=True)
     return int(failed)
 

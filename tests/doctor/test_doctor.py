@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -339,3 +340,11 @@ def test_a_name_that_does_not_resolve_is_not_a_missing_key(
 def test_the_real_ssh_and_a_name_that_is_none() -> None:
     (found,) = examine_peer("no-such-host.invalid")
     assert found.found == "the name no-such-host.invalid does not resolve"
+
+
+def test_without_torch_it_says_so_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `uvx evener doctor`: the plug-in is looked at all the same."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    shown = {line.name: line for line in examine() if line.subject in ("gpu", "nccl")}
+    assert "not installed" in shown["torch"].found and "not installed" in shown["NCCL"].found
+    assert not [line for line in shown.values() if "cannot be told" in line.found]

@@ -66,8 +66,12 @@ def gpus(root: Path) -> Iterator[Line]:
 
 def torch(root: Path) -> Iterator[Line]:
     """torch and the CUDA that it was built for."""
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        fix = "install the build for your GPU, or pip install 'evener[torch]'"
+        yield Line("gpu", "torch", "info", "not installed here: for training alone", fix)
+        return
     built = torch.version.cuda
     if built and torch.cuda.is_available():
         yield Line("gpu", "torch", "good", f"{torch.__version__}, CUDA {built}")

@@ -17,8 +17,11 @@ _SOCKETS = "NCCL takes its sockets in its place, which use one path"
 
 def library(_: Path) -> Iterator[Line]:
     """The NCCL that torch loads."""
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        yield Line("nccl", "NCCL", "info", "comes with torch, which is not installed here")
+        return
     if not torch.version.cuda:
         yield Line("nccl", "NCCL", "info", "not in this torch (built for the CPU)")
         return
@@ -113,8 +116,10 @@ _TAKES = (
 def accepted(version: tuple[int, ...] | None = None) -> range:
     """The interface versions that an NCCL takes (default: torch's); empty where not known."""
     if version is None:
-        import torch
-
+        try:
+            import torch
+        except ModuleNotFoundError:
+            return range(0)
         version = tuple(torch.cuda.nccl.version()) if torch.version.cuda else ()
     known = [takes for first, takes in _TAKES if version[:2] >= first]
     return known[-1] if known else range(0)

@@ -93,6 +93,7 @@ def look(
     """
     question = {
         "script": script(command),
+        "module": module(command),
         "program": command[0],
         "path": env.get("PATH"),
         "port": port,
@@ -128,18 +129,29 @@ def look(
 
 def script(command: Sequence[str]) -> str | None:
     """The file that COMMAND runs by `python FILE`; None where it is a module, code, or unknown."""
-    words = iter(command[1:])
     if not Path(command[0]).name.startswith("python"):
         return command[0] if command[0].endswith((".py", ".sh")) else None
+    how, what = _runs(command)
+    return what if how == "" else None
+
+
+def module(command: Sequence[str]) -> str:
+    """The module that COMMAND runs by `python -m MODULE`; "" where it runs none."""
+    how, what = _runs(command) if Path(command[0]).name.startswith("python") else ("", "")
+    return what or "" if how == "m" else ""
+
+
+def _runs(command: Sequence[str]) -> tuple[str, str | None]:
+    """What Python is given: ("m", a module), ("c", code) or ("", a file); None where nothing."""
+    words = iter(command[1:])
     for word in words:
         if word in ("-W", "-X", "--check-hash-based-pycs"):
             next(words, None)
-        elif word.startswith("-"):
-            if word.endswith(("c", "m")) and not word.startswith("--"):
-                return None
-        else:
-            return word
-    return None
+        elif not word.startswith("-"):
+            return "", word
+        elif word.endswith(("c", "m")) and not word.startswith("--"):
+            return word[-1], next(words, None)
+    return "", None
 
 
 class _Call:
@@ -338,6 +350,13 @@ def _alone(
             Finding(
                 f"{where} has no file {facts['script']} that you may read",
                 "check its name, or put it on all hosts at the same path",
+            )
+        )
+    if facts["no_module"]:
+        found.append(
+            Finding(
+                f"{where} has no module {facts['no_module']} for python -m",
+                "check its name, install it there, or start in the folder that has it",
             )
         )
     if facts["program"] is None:

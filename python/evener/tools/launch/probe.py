@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import importlib.machinery
+import importlib.util
 import json
 import os
 import platform
@@ -62,6 +64,8 @@ def facts(question: dict[str, Any], listening: list[socket.socket]) -> dict[str,
     script = question["script"]
     gpus = gpu_count()
     port, error = _listen(question["port"] or 0, listening)
+    program = shutil.which(question["program"], path=question["path"])
+    ours = program is not None and Path(program).parent == Path(sys.executable).parent
     return {
         "hostname": socket.gethostname(),
         "evener": _version("evener"),
@@ -72,7 +76,8 @@ def facts(question: dict[str, Any], listening: list[socket.socket]) -> dict[str,
         ),
         "script": script,
         "digest": digest(script) if script else None,
-        "program": shutil.which(question["program"], path=question["path"]),
+        "program": program,
+        "no_module": question["module"] if ours and lacks(question["module"]) else "",
         "gpus": gpus,
         "gpu": "present" if gpus else "none",
         "free_mb": shutil.disk_usage(_SCRATCH).free // 1_000_000,
@@ -91,6 +96,23 @@ def digest(path: str) -> str | None:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     except OSError:
         return None
+
+
+def lacks(module: str) -> bool:
+    """Whether Python here, in this folder, surely has no such module. Nothing of it is imported."""
+    top, *rest = module.split(".") if module else [""]
+    if not top:
+        return False
+    with contextlib.suppress(ImportError, ValueError):  # a finder of others may say anything
+        there = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
+        there = there or importlib.util.find_spec(top)
+        for name in rest:
+            places = list((there and there.submodule_search_locations) or ())
+            if there is not None and not (places and all(map(os.path.isdir, places))):
+                return False  # in an archive, or put there by what is above it
+            there = there and importlib.machinery.PathFinder.find_spec(name, places)
+        return there is None
+    return False
 
 
 def gpu_count() -> int:
