@@ -34,8 +34,8 @@ class Gpu:
 GPUS = {
     # NVIDIA's data sheets: A100 (2021), H100 and H200 (2024), A10, L4, L40S (2023), and the
     # white papers of GA102 and AD102 for the GeForce cards. Memory: as torch names it in public bug
-    # reports ("GPU 0 has a total capacity of 23.64 GiB"). nvidia-smi shows 1 to 2% more, which the
-    # driver keeps: 24,564 MiB on an RTX 4090.
+    # reports ("GPU 0 has a total capacity of 23.52 GiB"), the least where drivers differ.
+    # nvidia-smi shows 1 to 2% more, which the driver keeps: 24,564 MiB on an RTX 4090.
     "a100-40gb": Gpu(40335 * MIB, 312, 1555, 108, 4),
     "a100-80gb": Gpu(81049 * MIB, 312, 2039, 108, 4),
     "h100-80gb": Gpu(80998 * MIB, 989, 3350, 132, 5),
@@ -45,7 +45,7 @@ GPUS = {
     "l4": Gpu(22558 * MIB, 121, 300, 58, 4),
     "l40s": Gpu(45455 * MIB, 362, 864, 142, 4),
     "rtx3090": Gpu(24258 * MIB, 71, 936, 82, 4),
-    "rtx4090": Gpu(24207 * MIB, 165, 1008, 128, 4),
+    "rtx4090": Gpu(24084 * MIB, 165, 1008, 128, 4),
 }
 PCIE = {3: 15.75, 4: 31.5, 5: 63.0}
 """GB/s each way of 16 lanes (PCI-SIG), by generation."""
