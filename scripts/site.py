@@ -110,7 +110,8 @@ def configuration(known: set[Path]) -> dict[str, object]:
                 {"media": "(prefers-color-scheme: dark)", "scheme": "slate", "toggle": toggle},
             ],
         },
-        "plugins": ["search", "offline"],  # search works without a server, too
+        # `offline` lets pages be opened as files; search then loads a shim from the internet.
+        "plugins": ["search", "offline"],
         "markdown_extensions": [
             "tables",
             "pymdownx.superfences",

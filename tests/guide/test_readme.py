@@ -30,7 +30,7 @@ def rows(head: str) -> dict[str, list[float | None]]:
     return table
 
 
-def rate(cell: dict[str, Any]) -> dict[str, float] | None:
+def rate(cell: dict[str, Any]) -> Any:
     """Median, low and high of samples per second and GPU."""
     return next(v for k, v in cell.items() if k.endswith("_per_second_per_rank"))
 

@@ -10,16 +10,24 @@ from __future__ import annotations
 from html import escape
 
 _STYLE = """
-body { margin: 0; color: #1b1f24; background: #fff; font: 16px/1.5 system-ui, sans-serif; }
+:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --quiet: #57606a;
+        --rule: #d0d7de; --grid: #e3e7eb; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --paper: #0d1117; --quiet: #9198a1; --rule: #3d444d; --grid: #262c34; }
+  svg rect, svg polyline, svg circle, .key, .bar i { filter: brightness(1.35); }
+}
+body { margin: 0; color: var(--ink); background: var(--paper);
+       font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 0 20px 60px; }
-header { border-bottom: 3px solid #1b1f24; padding: 28px 0 18px; }
-header p { margin: 0; color: #57606a; } h1 { font-size: 1.6rem; margin: 4px 0 0; }
-h2 { font-size: 1.2rem; margin: 36px 0 10px; border-bottom: 1px solid #d0d7de;
+header { border-bottom: 3px solid var(--ink); padding: 28px 0 18px; }
+header p { margin: 0; color: var(--quiet); } h1 { font-size: 1.6rem; margin: 4px 0 0; }
+h2 { font-size: 1.2rem; margin: 36px 0 10px; border-bottom: 1px solid var(--rule);
      overflow-wrap: anywhere; }
 table { border-collapse: collapse; } td, th { text-align: right; padding: 2px 14px 2px 0; }
-td:first-child, th:first-child { text-align: left; } th { border-bottom: 1px solid #d0d7de; }
+td:first-child, th:first-child { text-align: left; } th { border-bottom: 1px solid var(--rule); }
 .scroll { overflow-x: auto; } svg { width: 100%; display: block; } .narrow { display: none; }
-svg text { font: 12px system-ui, sans-serif; } svg line { stroke: #e3e7eb; }
+svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
+svg line { stroke: var(--grid); }
 @media screen and (max-width: 600px) {
   .wide { display: none; } .narrow { display: block; }
   main { padding: 0 14px 40px; } h1 { font-size: 1.3rem; }

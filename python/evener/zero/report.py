@@ -10,6 +10,7 @@ the chunk), where each chunk lives, and what was predicted beside what was measu
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
@@ -189,13 +190,15 @@ def _timeline(spans: list[Span], page_width: str) -> str:
     order = {kind: place for place, kind in enumerate(_COLOURS)}
     tracks = sorted({(order.get(s.kind, 9), s.track, s.kind) for s in spans if s.kind != "step"})
     rows = [("step", "steps")] + [(kind, track) for _, track, kind in tracks]
+    on = Counter(track for _, track in rows)
     scale = (whole - left) / max(end - begin, 1e-9)
     height = len(rows) * pitch + 30
     out = [f'<div class="{page_width}"><svg viewBox="0 0 {whole} {height}" role="img" '
            f'style="max-width:{whole}px" aria-label="timeline of the recorded steps">']  # fmt: skip
     for number, (kind, track) in enumerate(rows):
         y = number * pitch + name_height
-        out.append(f'<text x="0" y="{number * pitch + 15}">{escape(track)}</text>')
+        name = track if on[track] == 1 or kind == track else f"{kind} ({track})"
+        out.append(f'<text x="0" y="{number * pitch + 15}">{escape(name)}</text>')
         out.append(f'<line x1="{left}" x2="{whole}" y1="{y + _ROW}" y2="{y + _ROW}"/>')
         for span in spans:
             if (span.kind, span.track) != (kind, track) or span.end < begin or span.begin > end:
@@ -251,6 +254,6 @@ h3 { font-size: 1rem; margin: 10px 0 4px; }
 .kind { white-space: nowrap; margin-right: 12px; }
 .key { display: inline-block; width: 12px; height: 12px; margin-right: 5px; }
 .bar { display: flex; height: 26px; overflow: hidden; }
-.bar i { border-right: 1px solid #fff; min-width: 1px; }
+.bar i { border-right: 1px solid var(--paper); min-width: 1px; }
 .accelerator { background: #1f5fa8; } .host { background: #d69400; } .ssd { background: #7b4fa8; }
 """

@@ -192,8 +192,8 @@ def _chart(
 
 
 _STYLE = """
-svg line { stroke: #b6bec7; } polyline { fill: none; stroke-width: 1.5; }
-.rate { stroke: #1f5fa8; } .window { stroke: #b6bec7; } .flying { stroke: #2e7d4f; }
+svg line { stroke: var(--rule); } polyline { fill: none; stroke-width: 1.5; }
+.rate { stroke: #1f5fa8; } .window { stroke: #8c959f; } .flying { stroke: #2e7d4f; }
 .trip { stroke: #d69400; } .sent { fill: #1f5fa8; } .lost { fill: #d1242f; }
-.silent { fill: #1b1f24; }
+.silent { fill: var(--ink); }
 """
