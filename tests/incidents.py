@@ -1,4 +1,4 @@
-"""Logs of incidents whose cause is known, written after the formats; hosts and programs are made up.
+"""Logs of incidents whose cause is known, written after the formats; hosts, programs: made up.
 
 `tests/analyze` has cases of them, `tests/twins/analyze.py` makes random ones. Each function gives
 the lines of one rank or of one tool, as that tool writes them.

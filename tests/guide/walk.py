@@ -15,6 +15,7 @@ from tests.guide.blocks import PAGES, ROOT, Block, blocks
 from tests.guide.outputs import same, shown
 
 RUNS = ("run", "checkout", "mpi")
+SECONDS = 600  # for a block, on a machine with other work on it
 __all__ = ["PAGES", "RUNS", "Walk", "environment", "go_through"]
 
 
@@ -73,15 +74,18 @@ def _run(block: Block, folder: Path, env: Mapping[str, str]) -> str:
     """What it printed."""
     argv = ["python", "-"] if block.language == "python" else ["bash", "-euo", "pipefail"]
     argv[0] = shutil.which(argv[0], path=env["PATH"]) or argv[0]
-    done = subprocess.run(
-        argv,
-        input=block.text,
-        cwd=ROOT if block.mark == "checkout" else folder,
-        env=dict(env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
+    try:
+        done = subprocess.run(
+            argv,
+            input=block.text,
+            cwd=ROOT if block.mark == "checkout" else folder,
+            env=dict(env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"{block}: over {SECONDS} s\n{error.stdout}") from error
     assert done.returncode in block.statuses, f"{block}: status {done.returncode}\n{done.stdout}"
     return done.stdout
