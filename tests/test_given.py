@@ -19,11 +19,15 @@ import torch
 from evener.base.given import ArgumentError, fits, given
 from evener.errors import EvenerError
 
-FACES = ("ddp", "fsdp", "zero", "pipeline", "moe", "embedding.torch", "embedding")
+FACES = (
+    *("ddp", "fsdp", "zero", "pipeline", "moe", "embedding.torch", "embedding"),
+    *("precision", "compile"),
+)
 # Faces whose classes are made by users, and all of those; of others, these.
 OF_CLASSES = ("moe", "embedding.torch", "embedding")
 CLASSES = (
-    *("precision.Limits", "compile.Options"),
+    *("precision.Limits", "precision.torch.Policy", "compile.Options", "compile.torch.bucketed"),
+    *("net.environment", "net.adopt"),
     *(f"ddp.integrations.trackers.{name}" for name in ("wandb", "mlflow", "tensorboard")),
 )
 # Made by calls of Evener's own, from what was checked there.
@@ -72,7 +76,10 @@ def test_wrong_arguments(name: str) -> None:
     function = CALLS[name]
     signature = inspect.signature(function)
     makes = function.__init__ if inspect.isclass(function) else function
-    hints = typing.get_type_hints(inspect.unwrap(makes))
+    try:
+        hints = typing.get_type_hints(inspect.unwrap(makes))
+    except NameError:  # one that only type checkers import
+        hints = {}
     needed = {
         key: right(hints.get(key))
         for key, p in signature.parameters.items()
@@ -99,7 +106,7 @@ def _open(signature: inspect.Signature) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
 
-def refused(function: Any, *args: Any, **kwargs: Any) -> None:
+def refused(function: Any, /, *args: Any, **kwargs: Any) -> None:
     """It raises an error of Evener's, in two lines at most, that says what was given."""
     with pytest.raises(Exception) as error:
         function(*args, **kwargs)

@@ -87,3 +87,14 @@ def test_a_listener_that_does_not_answer_holds_nobody_up() -> None:
         # Others may run labs on this machine: theirs are found, this one is not.
         keepers = {found.keeper for found in directory.running()}
         assert os.getpid() + 100_000_000 not in keepers
+
+
+def test_a_lab_of_another_version_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = _IMPOSTOR.replace('"spec": {}', '"spec": {"of_tomorrow": 1}')
+    assert newer != _IMPOSTOR
+    monkeypatch.setitem(globals(), "_IMPOSTOR", newer)
+    said: list[str] = []
+    monkeypatch.setattr(directory.logger, "warning", said.append)
+    with impostor(0, owner=os.getpid()) as (keeper, _):
+        assert keeper not in [lab.keeper for lab in directory.running()]
+    assert f"the lab of process {os.getpid()} is of another Evener: passed over" in said

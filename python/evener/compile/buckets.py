@@ -18,6 +18,8 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from evener.base.given import given
+
 _STEPS = 16  # per octave
 
 
@@ -35,6 +37,7 @@ def rounded(size: int) -> int:
     return -(-size // step) * step
 
 
+@given
 def choose(
     counts: Mapping[int, int],
     cost: float,

@@ -32,6 +32,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager import record as tape_record
 from tensorflow.python.framework import op_def_registry, ops
 
+from evener.base.given import given
 from evener.base.log import logger
 from evener.compile import branches, independence, store
 from evener.compile.code import digest
@@ -56,6 +57,7 @@ _RANDOM = ("Random", "TruncatedNormal", "ParameterizedTruncated", "Multinomial",
            "RngSkip", "StatelessRandomGetKeyCounter")  # fmt: skip
 
 
+@given
 def bucketed(
     function: Callable[..., Any],
     *,

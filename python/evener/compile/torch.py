@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import os
 from collections.abc import Callable, Hashable, Iterator
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from evener.base.given import given
 from evener.compile import code, independence, isa, store
 from evener.compile.decisions import Decisions
 from evener.compile.driver import Bucketed, WrongError
@@ -39,6 +41,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
+@given
 def bucketed(
     function: Any,
     *,
@@ -59,12 +62,18 @@ def bucketed(
 
     The function must not change anything but what it gives. Modules are checked for that: one that
     changes its buffers (batch normalization in training) is left as it is, with a reason. Raises
-    UsageError for what cannot be called.
+    UsageError for what cannot be called, and for options that are none.
     """
     if not callable(function):
         raise UsageError(f"{function!r} cannot be called", "give a function or a module")
     if "dynamic" in compile_options:
         raise UsageError("dynamic= is not for buckets", "leave it out: each bucket has one shape")
+    known = inspect.signature(torch.compile).parameters
+    if unknown := [name for name in compile_options if name not in known]:
+        raise UsageError(
+            f"bucketed() has no option {', '.join(unknown)}, and torch.compile has none",
+            f"give of torch.compile's: {', '.join([*known][1:])}",
+        )
     options = options or Options()
     if options.most > torch._dynamo.config.recompile_limit:
         limit = torch._dynamo.config.recompile_limit

@@ -7,6 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from evener.base import settings
+from evener.base.given import given
 from evener.errors import EvenerError
 from evener.net.choice import Machine, why_not
 
@@ -32,6 +33,7 @@ def plugin_path() -> Path:
     return path
 
 
+@given
 def environment(
     env: Mapping[str, str] | None = None, machine: Machine | None = None
 ) -> dict[str, str]:
@@ -73,6 +75,7 @@ def _wish(env: Mapping[str, str]) -> str:
     return env.get(setting.name, "").strip().lower() or str(setting.default)
 
 
+@given
 def adopt(env: MutableMapping[str, str], machine: Machine | None = None) -> str:
     """Put what `environment` says into `env`, and say in one line what was done and why."""
     try:

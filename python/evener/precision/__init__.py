@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from evener.base.given import given
 from evener.precision.rules import Event, Facts, Limits, Machine, State
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Event", "Facts", "Limits", "Machine", "State", "follow"]
 
 
+@given
 def follow(model: Any, optimizer: Any, **options: Any) -> Policy:
     """A policy for a torch model and its optimizer: see `evener.precision.torch.Policy`."""
     from evener.precision.torch import Policy

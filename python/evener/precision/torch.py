@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evener.base.given import given
 from evener.errors import UsageError
 from evener.precision.hooks import Hooks
 from evener.precision.journal import Journal
@@ -42,6 +43,7 @@ class Policy:
     the rules. group: ranks that train together; default: all, where there is a default group.
     """
 
+    @given
     def __init__(
         self,
         model: torch.nn.Module,
@@ -94,13 +96,21 @@ class Policy:
         """One step: the loss, backward, the optimizer's step, no gradients afterwards.
 
         compute: gives the loss, a scalar; it may be called again for the probe, so it must not take
-        a new batch. Gives the loss, detached.
+        a new batch. Gives the loss, detached. Raises UsageError for what gives no such loss.
         """
+        if not callable(compute):
+            raise UsageError(
+                f"step() was given a {type(compute).__name__}",
+                "give a function: policy.step(lambda: loss_function(model(x), y))",
+            )
         self.detach()
         half = self.half
         scaling = half and self.scaler.is_enabled()
         with self.autocast(half):
             loss = compute()
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = f"a tensor of shape {list(loss.shape)}" if torch.is_tensor(loss) else repr(loss)
+            raise UsageError(f"the function gave {shape}, which is no loss", "give one number")
         seen = Later(loss)
         if scaling:
             self.scaler.scale(loss).backward()
@@ -122,8 +132,17 @@ class Policy:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    @given
     def attach(self, method: str = "forward", steps: bool = True) -> Hooks:
-        """Put the hooks on: see `evener.precision.hooks`. A new policy has them."""
+        """Put the hooks on: see `evener.precision.hooks`. A new policy has them.
+
+        Raises UsageError for a method that the model does not have.
+        """
+        if not callable(getattr(self.model, method, None)):
+            raise UsageError(
+                f"{type(self.model).__name__} has no method {method!r}",
+                "name the one that your loop calls, for instance forward",
+            )
         self.detach()
         self._hooks = Hooks(self, method, steps)
         return self._hooks

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evener.base.log import logger
 from evener.errors import UsageError
 from evener.tools.lab import wire
 from evener.tools.lab.errors import LabError
@@ -63,10 +64,16 @@ def running() -> list[Running]:
             wire.close(fds)
             if _parent(int(keeper)) != about["owner"]:
                 continue
+            try:
+                spec = Spec(**about["spec"])
+            except (TypeError, UsageError):  # of fields that this version does not have
+                owner = about["owner"]
+                logger.warning(f"the lab of process {owner} is of another Evener: passed over")
+                continue
             found[int(keeper)] = Running(
                 int(keeper),
                 about["owner"],
-                Spec(**about["spec"]),
+                spec,
                 about["mode"],
                 about["inherited"],
                 tuple(about["variables"]),
