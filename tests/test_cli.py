@@ -5,9 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+
+from evener import cli
 
 
 def evener(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -109,6 +113,51 @@ def test_what_is_mistyped_gets_a_suggestion_and_reaches_no_host(
     assert second.startswith("  fix: ") and fix in second
     assert not done.stdout
     assert not (tmp_path / "called").exists()
+
+
+def leaves(
+    command: click.Command, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command with its words."""
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            found = command.get_command(click.Context(command), name)
+            assert found is not None
+            yield from leaves(found, (*path, name))
+    else:
+        yield path, command
+
+
+PLAIN = (click.types.StringParamType, click.types.UnprocessedParamType, click.Path)
+
+
+def mistakes() -> Iterator[tuple[str, ...]]:
+    """For every command an option that is none; for its options no value, and one that is none."""
+    for path, command in leaves(cli.evener):
+        yield (*path, "--no-such-option")
+        for option in command.params:
+            if not isinstance(option, click.Option) or option.is_flag or option.nargs != 1:
+                continue
+            yield (*path, option.opts[0])
+            if not isinstance(option.type, PLAIN):
+                yield (*path, option.opts[0], "no-such-value")
+
+
+def test_every_option_refuses_in_a_line_what_it_cannot_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = 0
+    for words in mistakes():
+        if words == ("doctor", "--serve"):
+            continue  # its port may be left out
+        monkeypatch.setattr(sys, "argv", ["evener", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        lines = capsys.readouterr().err.splitlines()
+        assert end.value.code == 2 and lines[0].startswith("error: "), (words, lines)
+        assert len(lines) <= 2, (words, lines)
+        tried += 1
+    assert tried > 800
 
 
 def test_a_group_alone_shows_its_help() -> None:
