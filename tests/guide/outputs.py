@@ -41,6 +41,9 @@ def _normal(text: str) -> list[str]:
         line = re.sub(r"(\(median of \d+\)): .*", r"\1", line)
         line = re.sub(r"communication (hidden|.* exposed)", "communication", line)
         line = re.sub(r"plan: (kept .*|step .*)", "plan", line)
+        line = re.sub(r"is Evener's, from \S+", "is Evener's", line)
+        # What is measured at start chooses these.
+        line = re.sub(r"stages, \w+, \d+ microbatches of \d+ rows?", "stages", line)
         found.append(re.sub(r"\d[\d.,]*", "0", line))
     return sorted(filter(None, found))
 

@@ -79,6 +79,12 @@ def test_the_first_projects_learn_and_say_little(
             assert any("goes on with Evener" in line for line in said), text
 
 
+@pytest.mark.parametrize("block", [b for b in ALL if b.mark == "output"], ids=str)
+def test_a_first_run_says_little(block: Block) -> None:
+    said = [x for x in block.text.splitlines() if re.match(r"(\[\d+@\w+\] )?evener", x)]
+    assert len(said) <= MOST_LINES, "\n".join(said)
+
+
 def parsed(words: list[str]) -> tuple[click.Command, list[str]]:
     """The command that `words` name, and what is left for it."""
     command: click.Command = evener

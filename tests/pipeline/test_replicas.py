@@ -79,7 +79,7 @@ def test_gradients_are_those_of_all_replicas(four: worlds.Several, folder: Path)
     seen = set()
     for values, gradients, said, error, rank in four["trained"]:
         assert values == pytest.approx(losses, rel=1e-5)
-        assert "2 replica(s) x 2 stages, 1F1B, 4 microbatches of 2 row(s)" in said
+        assert "2 replicas of 2 stages, 1F1B, 4 microbatches of 2 rows" in said
         assert "of replica 1 on rank" in error and "not finite" in error and rank in (2, 3)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[name], msg=name)

@@ -551,7 +551,8 @@ class Reducer:
         staged = ", staged between nodes" if route.outer.transport is not None else ""
         return (
             f"{self.communicators.size} ranks, {kind} all-reduce ({route.levels.reason}){staged}; "
-            f"{total:.1f} MB of gradients in {len(self.buckets)} buckets: {counts}"
+            f"{total:.1f} MB of gradients in {len(self.buckets)} "
+            f"{'buckets' if len(self.buckets) > 1 else 'bucket'}: {counts}"
         )
 
     def residuals(self) -> dict[str, list[tuple[int, torch.Tensor]]]:

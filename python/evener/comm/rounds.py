@@ -640,7 +640,7 @@ class Rounds:
             f"{self.communicators.size} ranks train by themselves and average every "
             f"{self.every} steps (outer lr {options.outer_lr:g}, momentum "
             f"{options.outer_momentum:g}{behind}); each sends {size} per exchange in "
-            f"{len(forms)} buckets: {counts}{took}"
+            f"{len(forms)} {'buckets' if len(forms) > 1 else 'bucket'}: {counts}{took}"
         )
 
     def detach(self) -> None:

@@ -54,7 +54,7 @@ def probe(group: dist.ProcessGroup | None, device: torch.device, hosts: list[str
     if rank == 0:
         for name, link in links.items():
             where = "inside a node" if name == "inside" else "between nodes"
-            logger.info("pipeline: a transfer %s carries %.3g GB/s, after %.3g us", where,
+            logger.info("pipeline: a transfer %s carries %.3g GB/s, after %.0f us", where,
                         link.bandwidth / 1e9, link.latency * 1e6)  # fmt: skip
     return made
 

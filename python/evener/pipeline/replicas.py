@@ -85,11 +85,13 @@ class Replicas:
 
     def said(self, plan: Plan) -> str:
         """What was chosen, in one line."""
+        many = f"{self.count} replicas of " if self.count > 1 else ""
         divided = f" x {self.parts} tensor-parallel ranks" if self.tensor is not None else ""
+        left_out = ["over replicas"] * (self.count > 1) + ["inside stages"] * bool(divided)
+        without = f" without the sums {' and '.join(left_out)}" if left_out else ""
         return (
-            f"{self.count} replica(s) x {plan.ranks} stages{divided}, {plan.schedule}, "
-            f"{plan.microbatches} microbatches of {plan.rows} row(s) per replica; expected "
-            f"{plan.step_seconds:.3g} s per step without the sums over replicas"
-            f"{' and inside stages' if divided else ''}, bubble {plan.bubble:.0%}, stages "
-            f"{plan.imbalance:.3f} (longest / mean)"
+            f"{many}{plan.ranks} stages{divided}, {plan.schedule}, {plan.microbatches} "
+            f"microbatches of {plan.rows} row{'s' if plan.rows > 1 else ''}; a step of "
+            f"{plan.step_seconds * 1e3:,.1f} ms expected{without}, bubble {plan.bubble:.0%}, "
+            f"longest stage {plan.imbalance:.2f} x the mean"
         )
