@@ -6,7 +6,8 @@
 A cell is a virtual environment under .build/matrix, made once: one torch, one Python, and what the
 tests import. Evener itself is the checkout's (its native module is abi3). A Python that is not on
 this machine, and a torch that has no wheel for a Python, give a cell that says so. What each group
-of tests came to is kept in a JSON file, which later runs add to. Exit status 1: a test failed.
+of tests came to is kept in benchmarks/results/matrix.json, which later runs add to, and shown in
+docs/guide/install.md. Exit status 1: a test failed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 CELLS = ROOT / ".build" / "matrix"
 RECORD = ROOT / "benchmarks" / "results" / "matrix.json"
+PAGE = ROOT / "docs" / "guide" / "install.md"
 TORCH = ("2.9", "2.11", "2.13", "2.15")
 NEEDS = (
     *("pytest", "pytest-timeout", "hypothesis", "numpy>=1.26", "click>=8.1", "rich>=13"),
@@ -136,6 +138,38 @@ def keep(cell: str, has: dict[str, str], name: str, found: dict[str, object]) ->
     there.setdefault("tests", {})[name] = found
     record["cells"] = dict(sorted(record["cells"].items()))
     RECORD.write_text(json.dumps(record, indent=2) + "\n")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(TABLE, lambda _: table(record), page), encoding="utf-8")
+
+
+TABLE = r"(?ms)^\| packages \|.*?\n(?=\n)"
+
+
+def table(record: dict[str, Any]) -> str:
+    """A row per cell: what passed, what was skipped, which groups of tests did not pass."""
+    head = "| packages | Python | passed | skipped | groups of tests | not passed |\n"
+    rows = [head + "|---|---|---:|---:|---|---|\n"]
+    for cell in record["cells"].values():
+        has = dict(cell["versions"])
+        python = has.pop("python")
+        named = [f"{n.replace('nvidia-nccl-cu12', 'NCCL').replace('nvidia-nccl-cu13', 'NCCL')} {v}"
+                 for n, v in has.items() if n != "numpy"]  # fmt: skip
+        counts = {k: sum(int(t.get(k, 0)) for t in cell["tests"].values())
+                  for k in ("passed", "skipped")}  # fmt: skip
+        wrong = [f"{name}: {_wrong(t)}" for name, t in cell["tests"].items()
+                 if "wrong" in t or "status" in t]  # fmt: skip
+        rows.append(
+            f"| {', '.join(named)} | {python} | {counts['passed']} | {counts['skipped']} | "
+            f"{', '.join(cell['tests'])} | {'; '.join(wrong)} |\n"
+        )
+    return "".join(rows)
+
+
+def _wrong(group: dict[str, Any]) -> str:
+    names = [f"`{name.rpartition('::')[2]}`" for name in group.get("wrong", ())]
+    if "status" in group:
+        return str(group["status"])
+    return ", ".join(names) if len(names) < 4 else f"{len(names)} tests"
 
 
 def main() -> int:

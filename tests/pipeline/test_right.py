@@ -491,3 +491,12 @@ def test_a_torch_with_other_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "__version__", "2.15.0+cpu")
     with pytest.raises(UsageError, match=r"torch 2.9 to 2.11, and this is 2.15.0"):
         torch_names.require()
+
+
+def test_a_torch_that_splits_no_backward_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    torch_names.require()
+    with pytest.raises(UsageError, match=r"'ZBVZeroBubble' was tried on torch 2.11 alone"):
+        torch_names.require_split("ZBVZeroBubble")
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    torch_names.require_split("ZBVZeroBubble")

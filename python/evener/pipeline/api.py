@@ -28,7 +28,7 @@ from evener.base.log import logger
 from evener.comm import forms
 from evener.comm.world.topology import host_identity
 from evener.errors import EvenerError, UsageError
-from evener.pipeline import links, torch_names
+from evener.pipeline import links, schedules, torch_names
 from evener.pipeline import tensor as divided
 from evener.pipeline.capture import Captured, capture, place_of
 from evener.pipeline.example import Example
@@ -145,6 +145,8 @@ def auto(
     _alike(states)  # of this replica
     assert first is not None
     plan = Plan.from_dict(record)
+    if schedules.kind_of(plan.schedule).split:
+        torch_names.require_split(plan.schedule)
     captured = made.captured if made else first
     if not first.fits(plan.rows):
         again = None if made is None else made.captured

@@ -34,6 +34,7 @@ from evener.pipeline.plan import Plan
 from evener.pipeline.replicas import Replicas
 from evener.pipeline.split import Draw, Split, check_split_backward
 from evener.pipeline.stage import Clock, Ordered, Stage
+from evener.pipeline.torch_names import NO_OUTPUTS
 from evener.pipeline.weigh import Weighing, scaled
 from evener.pipeline.wire import LIMIT, Wire
 
@@ -326,7 +327,7 @@ class Pipeline:
             schedule._has_backward = train
             count = self.plan.microbatches
             schedule._step_microbatches(
-                [()] * count, pieces, list(range(count)), losses, return_outputs=False
+                [()] * count, pieces, list(range(count)), losses, **NO_OUTPUTS
             )
             if train:
                 for parameter in self.parameters():
