@@ -31,6 +31,7 @@ import evener.fsdp
 
 # Layers, width, heads, tokens of a row, rows of a rank, rows of the embedding.
 SIZES = {
+    "tiny": (4, 256, 4, 64, 2, 256),  # for a CPU
     "wide": (1, 256, 4, 32, 1, 40_000),  # much to send and little to compute, for a CPU
     "350m": (24, 1024, 16, 512, 4, 256),
     "0.7b": (14, 2048, 16, 1024, 8, 256),
@@ -77,6 +78,7 @@ class Column:
         self.sent: list[float] = []
         self.loss = 0.0
         self.steps, self.passes = 0, args.passes
+        self.late = False  # gradients are reduced with the last micro-batch alone
 
     def step(self) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -85,6 +87,8 @@ class Column:
             # Text with structure: a walk, so that there is something to learn.
             steps = torch.randint(0, 5, (self.rows, self.length), generator=_seeded(seed))
             tokens = (steps.cumsum(1) % 256).to(self.device)
+            if self.late:
+                self.model.set_requires_gradient_sync(number == self.passes - 1)
             loss: torch.Tensor = self.model(tokens) / self.passes
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

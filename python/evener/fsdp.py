@@ -103,10 +103,7 @@ def accelerate(
         refuse_for_replicas({"floor": floor, "ratio": ratio, "warmup_steps": warmup_steps}, model)
         _refuse_meta(model)
         log.say_idle("FSDP2 shards this model over all ranks", *_OF_REPLICAS)
-        device = groups[0][1].device
-        sharded = Sharded(groups, mode or "exact", mirror or "host", device)
-        object.__setattr__(model, "evener", sharded)
-        object.__setattr__(model, "_evener_door", sharded)
+        _shard(model, groups, mode or "exact", mirror or "host", scaler)
         return model
     if mirror is not None:
         raise UsageError(
@@ -137,6 +134,21 @@ def accelerate(
     return model
 
 
+def _shard(
+    model: nn.Module,
+    groups: list[tuple[str, Any]],
+    mode: str,
+    mirror: str,
+    scaler: GradScaler | None,
+) -> None:
+    """Evener under a model without replicas."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    units = [(_unit(at, name, found, names), found) for at, (name, found) in enumerate(groups)]
+    sharded = Sharded(units, mode, mirror, groups[0][1].device, scaler)
+    object.__setattr__(model, "evener", sharded)
+    object.__setattr__(model, "_evener_door", _ShardedDoor(model, sharded))
+
+
 @given
 def release(model: nn.Module) -> None:
     """Give `model` back to FSDP2 alone. Collective. A 1-D mesh has then nothing that averages."""
@@ -157,39 +169,15 @@ class _Door:
         # The model owns the door: a hook that held it would keep both for ever.
         own = weakref.ref(self)
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def begins(*_: Any) -> None:
+        def begins() -> None:
             if (door := own()) is not None and torch.is_grad_enabled():
                 door.begins()
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def ended(*_: Any) -> None:
+        def ended() -> None:
             if (door := own()) is not None and door.planner is not None:
                 door.planner.forward_ended()
 
-        for handle in (
-            model.register_forward_pre_hook(begins, prepend=True),
-            model.register_forward_hook(ended),
-        ):
-            self._undo.append(handle.remove)
-        self._follow_methods(model, begins, ended)
-
-    def _follow_methods(self, model: nn.Module, begins: Any, ended: Any) -> None:
-        """Also around what `register_fsdp_forward_method` has made of other methods.
-
-        Those call the root's FSDP2 state by name; its own forward calls what was there before.
-        """
-        state = getattr(model, "_get_fsdp_state", lambda: None)()
-        for name, tell in (("_pre_forward", begins), ("_post_forward", ended)):
-            if (inner := getattr(state, name, None)) is None:
-                continue
-
-            def around(*args: Any, inner: Any = inner, tell: Any = tell) -> Any:
-                tell()
-                return inner(*args)
-
-            setattr(state, name, around)
-            self._undo.append(functools.partial(delattr, state, name))
+        self._undo += follow(model, begins, ended)
 
     def begins(self) -> None:
         """A forward that will be differentiated."""
@@ -234,6 +222,67 @@ class _Door:
             undo()
         self._undo.clear()
         self.replicas.close()
+
+
+class _ShardedDoor:
+    """What tells a `Sharded` when the root's forward begins and ends."""
+
+    def __init__(self, model: nn.Module, sharded: Sharded) -> None:
+        self.sharded = sharded
+        own = weakref.ref(sharded)
+
+        def begins() -> None:
+            if (found := own()) is not None:
+                found.begins()
+
+        def ended() -> None:
+            if (found := own()) is not None:
+                found.ended()
+
+        self._undo = follow(model, begins, ended)
+
+    def close(self) -> None:
+        """Take all of it back."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.sharded.close()
+
+
+def follow(
+    model: nn.Module, begins: Callable[[], None], ended: Callable[[], None]
+) -> list[Callable[[], None]]:
+    """Call these before and after each forward of the root; returns what takes the hooks away.
+
+    `ended` also where the forward raised. So it is around what `register_fsdp_forward_method` has
+    made of other methods: those call the root's FSDP2 state by name, and its own forward calls what
+    was there before.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(*_: Any) -> None:
+        begins()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(*_: Any) -> None:
+        ended()
+
+    undo: list[Callable[[], None]] = [
+        model.register_forward_pre_hook(before, prepend=True).remove,
+        model.register_forward_hook(after, always_call=True).remove,
+    ]
+    state = getattr(model, "_get_fsdp_state", lambda: None)()
+    for name, tell in (("_pre_forward", before), ("_post_forward", after)):
+        if (inner := getattr(state, name, None)) is None:
+            continue
+
+        def around(*args: Any, inner: Any = inner, tell: Any = tell) -> Any:
+            tell()
+            return inner(*args)
+
+        setattr(state, name, around)
+        undo.append(functools.partial(delattr, state, name))
+    return undo
 
 
 class _ReplicaGroup(dist.ProcessGroup):

@@ -1,7 +1,9 @@
 """FSDP2 with weights as exact differences against plain FSDP2, on two ranks over Gloo.
 
 Both models of a rank do the same. Weights, gradients and outputs are the same bits after each step,
-whoever changed a weight: an optimizer, a checkpoint, or a hand on one rank alone.
+whoever changed a weight: an optimizer, a checkpoint, or a hand on one rank alone. Where gradients
+go in a form, the plain model's are reduced by `Plain`: whole gradients to everybody, and the form's
+arithmetic from its definition (`codecs`), one sender after the other.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,12 +23,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
 import evener.fsdp
-from evener.comm import mirrors
-from evener.comm.codecs import differences
-from evener.comm.mirrors import MirroredGather
+from evener.base import torch_names
+from evener.comm import mirrors, shards
+from evener.comm.codecs import differences, int4, int8
+from evener.comm.mirrors import Found, Mirror
 from tests.twins._ranks import Ranks, Switch
 from tests.twins.harness import Program, Twin
 
@@ -83,6 +88,7 @@ class Pair:
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
         self.saved: Any = None
+        self.defaults: dict[Any, Any] = {}
         self.models = [self._net(program["seed"]) for _ in range(2)]
         make = OPTIMIZERS[program["optimizer"]]
         self.optimizers = [make(model.parameters(), lr=program["rate"]) for model in self.models]
@@ -102,7 +108,23 @@ class Pair:
         return fully_shard(net, **how)
 
     def _accelerate(self) -> None:
-        evener.fsdp.accelerate(self.models[1], mirror=self.program["mirror"])
+        form = self.program["form"]
+        with mock.patch.dict(os.environ, EVENER_GUARD_STEPS="0"):  # forms stay what they are
+            evener.fsdp.accelerate(self.models[1], mode=form, mirror=self.program["mirror"])
+        if form != "exact":
+            self._reduce_plainly(form)
+
+    def _reduce_plainly(self, form: str) -> None:
+        index = 0
+        for module in (self.models[0], *self.models[0].blocks):
+            unit = torch_names.fsdp_group(module._get_fsdp_state(), "")
+            own = self.defaults.setdefault(module, unit._reduce_scatter_comm)
+            unit._reduce_scatter_comm, unit.force_sum_reduction_for_comms = own, False
+            if not any(p.sharded_param.requires_grad for p in unit.fsdp_params):
+                continue
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_reduce_scatter(Plain(unit, form, index))
+            index += 1
 
     def close(self) -> None:
         evener.fsdp.release(self.models[1])
@@ -208,6 +230,72 @@ class Pair:
         self._compare("weights", lambda p: p.detach())
 
 
+class Plain(ReduceScatter):
+    """What `comm.shards` says of itself, with nothing clever: whole gradients to everybody."""
+
+    def __init__(self, unit: Any, form: str, index: int) -> None:
+        self.form, self.index, self.calls = form, index, 0
+        self.pieces, at = [], 0
+        for parameter in unit.fsdp_params:
+            if parameter.sharded_param.requires_grad:
+                numel = parameter.padded_sharded_param_size.numel()
+                self.pieces.append((at, at + numel, parameter.sharded_param.dim() <= 1))
+                at += numel
+        self.numel = at
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        small = all(dense for _, _, dense in self.pieces)
+        narrow = self.form == "bf16" and input_tensor.element_size() == 2
+        if output_tensor.numel() != self.numel or small or narrow:
+            dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+            return
+        self.calls += 1
+        every = [torch.empty_like(input_tensor) for _ in range(RANKS)]
+        dist.all_gather(every, input_tensor, group=group)
+        rank = dist.get_rank()
+        rows = [each.view(RANKS, -1)[rank] for each in every]
+        others = [sender for sender in range(RANKS) if sender != rank]
+        total = torch.zeros(self.numel)
+        for sender in others:
+            total += self._sent(sender, rank, rows[sender].clone())
+        total += rows[rank]
+        for sender in others:
+            for start, end, dense in self.pieces:
+                if dense:
+                    total[start:end] += rows[sender][start:end]
+        output_tensor.copy_(total)
+
+    def _sent(self, sender: int, rank: int, row: torch.Tensor) -> torch.Tensor:
+        """What of the sender's row arrives, norms and biases apart."""
+        for start, end, dense in self.pieces:
+            if dense:
+                row[start:end] = 0
+        if self.form == "bf16":
+            return row.bfloat16().float()
+        out = torch.zeros(self.numel)
+        if self.form == "int8":
+            room = int8.room(self.numel)
+            codes, scales = torch.empty(room, dtype=torch.int8), torch.empty(room // int8.BLOCK)
+            key = int8.key(self.calls, self.index, sender, rank)
+            int8.quantize_reference(row, None, codes, scales, key)
+            int8.dequantize_sum_reference(codes[None], scales[None], 1.0, out)
+            return out
+        room = int4.room(self.numel)
+        codes = torch.empty(room // 2, dtype=torch.uint8)
+        scales = torch.empty(room // int4.BLOCK)
+        kept = self.kept.get(sender, torch.zeros(self.numel)).clone()
+        int4.quantize_reference(row, kept, codes, scales)
+        self.kept[sender] = kept.bfloat16().float()
+        int4.dequantize_sum_reference(codes[None], scales[None], 1.0, out)
+        return out
+
+
 def _local(weight: Any) -> torch.Tensor:
     """A rank's shard; all of it while the weight is gathered."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
@@ -260,29 +348,29 @@ def _overlooked(headers: torch.Tensor) -> torch.Tensor:
     return torch.tensor(headers.numel(), dtype=torch.int64)
 
 
-def _own_row_left(
-    self: MirroredGather, *given: Any, send: Any = MirroredGather._differences
-) -> None:
-    mirror, rank = given[-1], given[5].rank()
-    before = mirror.rows[rank].clone()
-    send(self, *given)
-    mirror.rows[rank].copy_(before)
-
-
-def _kept_whole(self: MirroredGather, *given: Any, send: Any = MirroredGather._whole) -> None:
-    mirror, rank = given[-1], given[2].rank()
-    before = mirror.rows[rank].clone() if mirror.filled else None
-    send(self, *given)
+def _own_row_left(self: Mirror, found: Found, apply: Any = Mirror.apply) -> None:
+    before = self.rows[self.rank].clone() if self.filled else None  # type: ignore[index]
+    apply(self, found)
     if before is not None:
-        mirror.rows[rank].copy_(before)
+        self.rows[self.rank].copy_(before)  # type: ignore[index]
+
+
+def _not_asked(group: Any, state: Any = torch_names.fsdp_training_state) -> str:
+    """Every gather is taken for one of a backward pass."""
+    return state(group) and "PRE_BACKWARD"
+
+
+def _forgotten(self: Any, rows: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(self.nodes - 1, rows.shape[1], dtype=torch.bfloat16)
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "a decoded weight is off by a bit": _put(mirrors.differences, "read", _flipped),
     "a change is overlooked": _put(mirrors.differences, "size", _overlooked),
-    "the mirror's own row stays as it was": _put(MirroredGather, "_differences", _own_row_left),
-    "of weights that go whole the own row is not kept": _put(MirroredGather, "_whole", _kept_whole),
-    "minus zero is zero": _put(mirrors, "_bits", lambda weights: weights.float()),
+    "the mirror's own row stays as it was": _put(Mirror, "apply", _own_row_left),
+    "minus zero is zero": _put(mirrors, "bits", lambda weights: weights.float()),
+    "nobody asks before a gather": _put(torch_names, "fsdp_training_state", _not_asked),
+    "what INT4 did not send is forgotten": _put(shards.FormedReduceScatter, "_kept", _forgotten),
 }
 _switch = Switch()
 _world = functools.cache(lambda: Ranks(RANKS, timeout=60))
@@ -325,6 +413,7 @@ PROGRAMS = st.fixed_dictionaries(
         "policy": st.sampled_from(sorted(POLICIES)),
         "reshard": st.booleans(),
         "mirror": st.sampled_from(["host", "gpu", "off"]),
+        "form": st.sampled_from(["exact", "exact", "bf16", "int8", "int4"]),
         "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
         "rate": st.sampled_from([0.0, 1e-6, 1e-3, 1.0]),
         "clip": st.sampled_from([0.0, 0.5]),

@@ -511,10 +511,10 @@ EVENER_FSDP = _choice(
     _DOOR,
     "EVENER_FSDP",
     "off",
-    ("off", "exact", "int8"),
+    ("off", "exact", "bf16", "int8", "int4"),
     "Put Evener under every model that a program shards with fully_shard over all of its ranks, "
     "without a changed line (docs/guide/fsdp.md). Weights are sent as exact differences. exact: "
-    "gradients as FSDP2 sends them. int8: gradients in INT8.",
+    "gradients as FSDP2 sends them. Another: gradients in that form.",
 )
 EVENER_FSDP_MIRROR = _choice(
     _DOOR,

@@ -9,6 +9,8 @@ takes a second that only pipelines need.
 |---|---|---|---|
 | FSDP2: parameter groups of a unit | `_fsdp_param_group` | a list, `_fsdp_param_groups` | as 2.12 |
 | FSDP2: the policy of a group | `group.mp_policy` | the same | `parameter.mp_policy` |
+| FSDP2: `_training_state` of a group | an enum | the same | the same |
+| FSDP2: `_sharded_param_data` | flat, padded | the same | the same |
 | FSDP2: dtype reduced if unset | that of the computation | the same | the gradient's |
 | c10d: `_create_work_from_future` | private | private | in its stubs |
 | `clip_grad._get_total_norm` | private | private | private |
@@ -17,6 +19,7 @@ takes a second that only pipelines need.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,6 +75,39 @@ def fsdp_require_comms(group: Any) -> None:
     for name in ("_all_gather_comm", "_reduce_scatter_comm", "force_sum_reduction_for_comms"):
         if not hasattr(group, name):
             raise _elsewhere(f"FSDP2's {name}")
+
+
+def fsdp_training_state(group: Any) -> str:
+    """What a group is in: "FORWARD", "PRE_BACKWARD", ...; "" where this torch does not say."""
+    return getattr(getattr(group, "_training_state", None), "name", "")
+
+
+def fsdp_own(group: Any) -> Callable[[], torch.Tensor] | None:
+    """What a group will gather of this rank: makes it, flat, on the current stream.
+
+    None where it is not a cast of its shards, or this torch keeps them elsewhere.
+    """
+    shards, dtypes = [], set()
+    for parameter in group.fsdp_params:
+        shard = getattr(parameter, "_sharded_param_data", None)
+        local = getattr(parameter, "_sharded_local_tensor", None)
+        if type(shard) is not torch.Tensor or getattr(parameter, "offload_to_cpu", True):
+            return None
+        if hasattr(local, "fsdp_pre_all_gather"):
+            return None
+        shards.append(shard)
+        dtypes.add(fsdp_gather_dtype(group, parameter))
+    if len(dtypes) != 1:
+        return None
+    dtype = dtypes.pop()
+
+    def own() -> torch.Tensor:
+        sizes = [shard.numel() for shard in shards]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=shards[0].device)
+        torch._foreach_copy_(list(flat.split(sizes)), shards)
+        return flat
+
+    return own
 
 
 def fsdp_gather_dtype(group: Any, parameter: Any) -> torch.dtype:

@@ -135,7 +135,7 @@ class Replicas:
         require_agreement(
             self.communicators,
             [piece.name for piece in pieces],
-            [_local(piece.parameter) for piece in pieces],
+            [piece_local(piece.parameter) for piece in pieces],
             options,
         )
         self.loss_scale = LossScale(scaler)
@@ -278,7 +278,7 @@ class Replicas:
             self.communicators.route.outer.all_reduce(owed, dist.ReduceOp.SUM)
             for piece in unit.pieces:
                 if not piece.dense:
-                    found[piece.name] = _like(piece.parameter, piece.of(owed))
+                    found[piece.name] = piece_like(piece.parameter, piece.of(owed))
         self.communicators.check()
         return found
 
@@ -304,7 +304,7 @@ class Replicas:
             residual = torch.zeros(unit.numel, dtype=torch.float32, device=device)
             for piece in unit.pieces:
                 if piece.name in state:
-                    given = _local(state[piece.name]).reshape(-1)
+                    given = piece_local(state[piece.name]).reshape(-1)
                     place = piece.of(residual)[: given.numel()]
                     place.copy_(given).mul_(1.0 / self.communicators.size)
             exchange.state.residual = residual
@@ -332,19 +332,19 @@ class Replicas:
         self.communicators.close()
 
 
-def _local(parameter: Any) -> torch.Tensor:
+def piece_local(parameter: Any) -> torch.Tensor:
     """This rank's part of a DTensor."""
     local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return local.detach()
 
 
-def _like(parameter: Any, flat: torch.Tensor) -> Any:
+def piece_like(parameter: Any, flat: torch.Tensor) -> Any:
     """`flat`, padding at its end, as a float32 DTensor that is sharded as `parameter` is."""
     from torch.distributed.tensor import DTensor
 
     local = parameter.to_local()
     own = flat[: local.numel()].view(local.shape)
-    return DTensor.from_local(
+    return DTensor.frompiece_local(
         own.clone(),
         parameter.device_mesh,
         parameter.placements,

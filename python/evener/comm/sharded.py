@@ -1,8 +1,9 @@
 """Evener under a model that FSDP2 shards over all ranks: who gathers and who reduces.
 
-Weights travel as exact differences (`comm.mirrors`), gradients as FSDP2 sends them or in INT8
-(`comm.shards`). Both come in by FSDP2's public setters, one object for each of its units; units
-whose group is another one (`reshard_after_forward=` a number gathers in the node) stay as they are.
+Weights travel as exact differences (`comm.mirrors`, `comm.ahead`), gradients as FSDP2 sends them or
+in a form (`comm.shards`). Both come in by FSDP2's public setters, one object for each of its units;
+units whose group is another one (`reshard_after_forward=` a number gathers in the node) stay as
+they are.
 
 Where each node has a whole copy of the model (HSDP), `comm.replicas` does the work instead.
 """
@@ -18,89 +19,226 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
-from evener.base import torch_names
-from evener.comm.mirrors import Lane, MirroredGather, Traffic, free
-from evener.comm.shards import QuantizedReduceScatter
+from evener.base import settings, torch_names
+from evener.comm import guard
+from evener.comm.ahead import Ahead, Lane, MirroredGather
+from evener.comm.groups import Communicators
+from evener.comm.mirrors import Mirror, Spread, Traffic
+from evener.comm.options import Options
+from evener.comm.replicas import Unit, piece_like, piece_local
+from evener.comm.shards import FORMS, FormedReduceScatter
+from evener.comm.state import LossScale
+from evener.comm.world.topology import host_identity, levels
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.fsdp")
 
-MODES = ("exact", "int8")
 MIRRORS = ("host", "gpu", "off")
-# Of the memory that a host has free; the rest is the data loader's and everybody else's.
-_MOST_OF_HOST = 0.8
+# Of the memory that a host or a GPU has free; the rest is everybody else's.
+_MOST = 0.8
 
 
 class Sharded:
     """What `evener.fsdp.accelerate` puts into a model that has no replicas, as `model.evener`.
 
-    `traffic`: what the gathers moved so far on this rank. `close()` gives the model back.
+    `traffic`: what the gathers moved so far on this rank. `close()` gives the model back. It is
+    `Stateful`: put it into what torch.distributed.checkpoint saves where a form keeps what it did
+    not send (INT4).
     """
 
     def __init__(
-        self, units: Sequence[tuple[str, Any]], mode: str, mirror: str, device: torch.device
+        self,
+        units: Sequence[tuple[Unit, Any]],
+        mode: str,
+        mirror: str,
+        device: torch.device,
+        scaler: GradScaler | None = None,
     ) -> None:
-        """Collective. Raises UsageError where the arguments, ranks or the memory forbid it."""
-        if mode not in MODES:
+        """`units`: each with FSDP2's parameter group. Collective.
+
+        Raises UsageError where the arguments, ranks or the memory forbid it.
+        """
+        if mode not in FORMS:
             raise UsageError(
                 f"mode={mode!r} is no form for a model that is sharded over all ranks",
-                f"take one of {', '.join(MODES)}; the others average replicas (a 2-D mesh)",
+                f"take one of {', '.join(FORMS)}; the others average replicas (a 2-D mesh)",
             )
         if mirror not in MIRRORS:
             raise UsageError(f"mirror={mirror!r}", f"take one of {', '.join(MIRRORS)}")
         self.mode, self.traffic = mode, Traffic()
         self._undo: list[Callable[[], None]] = []
         group = units[0][1].mesh_info.shard_process_group
-        _require_agreement(group, (mode, mirror, len(units), free(group)))
+        _require_agreement(group, (mode, mirror, len(units)))
         # All that can be refused is refused before anything changes.
-        modules = [_module_of(name, unit) for name, unit in units]
-        for _, unit in units:
-            torch_names.fsdp_require_comms(unit)
-        size, lane = 0, None
+        modules = [_module_of(unit.name, found) for unit, found in units]
+        for _, found in units:
+            torch_names.fsdp_require_comms(found)
+        size = 0 if mirror == "off" else sum(_gathered_bytes(found) for _, found in units)
+        kept = _kept_bytes(units, group) if mode == "int4" else 0
+        _require_memory(size, kept, mirror, device, group)
+        options = _options(mode, group)
+        self.ahead: Ahead | None = None
+        self.reductions: list[FormedReduceScatter] = []
+        self.steps = 0
+        parameters = [piece.parameter for unit, _ in units for piece in unit.pieces]
+        self.optimizers = guard.Optimizers(parameters)
+        self.loss_scale = LossScale(scaler)
+        self.options, self.communicators = options, None
+        if mode != "exact":
+            self.communicators = Communicators(options, device, group)
+            self._undo.append(self.communicators.close)
+            self.optimizers.watch()
+            self.loss_scale.watch(parameters)
         if mirror != "off":
-            size = sum(_gathered_bytes(unit) for _, unit in units)
-            _require_memory(size, mirror, device, group)
-            lane = Lane(group, device)
-            self._undo.append(lane.close)
-        for index, ((name, unit), module) in enumerate(zip(units, modules, strict=True)):
-            if lane is not None:
-                self._set(
-                    unit,
-                    "_all_gather_comm",
-                    module.set_custom_all_gather,
-                    MirroredGather(name, group, lane, self.traffic, mirror == "host"),
-                )
-            if mode == "int8":
-                self._set(
-                    unit,
-                    "force_sum_reduction_for_comms",
-                    module.set_force_sum_reduction_for_comms,
-                    True,
-                )
-                self._set(
-                    unit,
-                    "_reduce_scatter_comm",
-                    module.set_custom_reduce_scatter,
-                    QuantizedReduceScatter(index),
-                )
+            self._mirror(units, modules, Communicators(options, device, group), mirror == "host")
+        for (unit, found), module in zip(units, modules, strict=True):
+            if self.communicators is not None:
+                reduction = FormedReduceScatter(unit, mode, self.communicators)
+                self.reductions.append(reduction)
+                force = module.set_force_sum_reduction_for_comms
+                self._set(found, "force_sum_reduction_for_comms", force, True)
+                place = module.set_custom_reduce_scatter
+                self._set(found, "_reduce_scatter_comm", place, reduction)
         if group.rank() == 0:
             weights = "weights whole"
             if mirror != "off":
                 place = "the GPU" if mirror == "gpu" and device.type != "cpu" else "host memory"
                 weights = f"weights as exact differences (a copy of {_bytes(size)} in {place})"
-            logger.info("FSDP2, %d units: %s; gradients %s", len(units), weights, mode)
+            more = f" ({_bytes(kept)} of what is not sent yet on each GPU)" if kept else ""
+            logger.info("FSDP2, %d units: %s; gradients %s%s", len(units), weights, mode, more)
+
+    def _mirror(
+        self,
+        units: Sequence[tuple[Unit, Any]],
+        modules: Sequence[Any],
+        own: Communicators,
+        host: bool,
+    ) -> None:
+        lane = Lane(own.device)
+        self._undo += [own.close, lane.close]  # last first
+        self.ahead, spread = Ahead(lane), Spread(own)
+        for (unit, found), module in zip(units, modules, strict=True):
+            group = found.mesh_info.shard_process_group
+            mirror = Mirror(unit.name, spread, self.traffic, host)
+            gather = MirroredGather(found, group, mirror, self.ahead)
+            self._set(found, "_all_gather_comm", module.set_custom_all_gather, gather)
 
     def _set(self, unit: Any, name: str, setter: Callable[[Any], None], value: Any) -> None:
         before = getattr(unit, name)
         setter(value)
         self._undo.append(lambda: setattr(unit, name, before))
 
+    # --- a step ---
+
+    def begins(self) -> None:
+        """The root's forward begins. Collective where a form keeps something, or is judged."""
+        if torch.is_grad_enabled() and self.communicators is not None:
+            self._step_begins(self.communicators)
+        if self.ahead is not None:
+            self.ahead.begins()
+
+    def ended(self) -> None:
+        """It has ended, in whatever way."""
+        if self.ahead is not None:
+            self.ahead.ended()
+
+    def _step_begins(self, communicators: Communicators) -> None:
+        communicators.check()
+        change = self.loss_scale.change()
+        if any(each.measured is not None for each in self.reductions):
+            judged: Any = self.reductions  # they have what is asked of an exchange
+            verdicts = guard.judge(judged, self.steps, self.options, communicators, self.optimizers)
+            for verdict in verdicts:
+                if verdict.falls_to:
+                    self.reductions[verdict.bucket].form = verdict.falls_to
+        self.steps += 1
+        strict = self.optimizers.strict
+        due = guard.due(self.steps, self.options.guard_steps, strict)
+        for reduction in self.reductions:
+            reduction.checked = due or reduction.checked
+            if change is not None:
+                reduction.rescale *= change.factor
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """What error feedback has not sent yet, by parameter: DTensors, sharded as it is, float32.
+
+        Collective. Summed over the ranks, in units of the sum of their gradients.
+        """
+        found: dict[str, Any] = {}
+        for reduction in self._feeding():
+            owed = reduction.owed()
+            for piece in reduction.unit.pieces:
+                if not piece.dense:
+                    found[piece.name] = piece_like(piece.parameter, piece.of(owed))
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, on any number of ranks.
+
+        Raises UsageError for one of another model.
+        """
+        feeding = self._feeding()
+        known = {piece.name for each in feeding for piece in each.unit.pieces if not piece.dense}
+        if strangers := sorted(set(state) - known):
+            raise UsageError(
+                f"the checkpoint has a residual of {strangers[0]}, which this model, in "
+                f"mode={self.mode!r}, has not",
+                "load the checkpoint of this model and mode, or leave Evener's part of it out",
+            )
+        for reduction in feeding:
+            unit = reduction.unit
+            if not any(piece.name in state for piece in unit.pieces):
+                continue
+            owed = torch.zeros(unit.numel, dtype=torch.float32, device=self.options_device)
+            for piece in unit.pieces:
+                if piece.name in state:
+                    given = piece_local(state[piece.name]).reshape(-1)
+                    piece.of(owed)[: given.numel()].copy_(given)
+            reduction.take_over(owed)
+
+    @property
+    def options_device(self) -> torch.device:
+        """Where the shards are."""
+        assert self.communicators is not None
+        return self.communicators.device
+
+    def _feeding(self) -> list[FormedReduceScatter]:
+        """The units of which something may not be sent yet: equal before and after a restart."""
+        if self.mode != "int4":
+            return []
+        return [each for each in self.reductions if not each.unit.all_small]
+
     def close(self) -> None:
         """Give every unit what it had."""
+        self.optimizers.settle()
+        self.loss_scale.settle()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+
+
+def _options(mode: str, group: Any) -> Options:
+    """Two levels where the nodes have several ranks, and all as many."""
+    hosts: list[Any] = [None] * group.size()
+    dist.all_gather_object(hosts, host_identity(), group=group)
+    intra = settings.LIGHT_INTRA_SIZE.get()
+    shape = levels(group.rank(), hosts, "auto", intra, uneven=False)
+    limit = settings.EVENER_TIMEOUT
+    return Options(
+        algorithm="auto" if shape.two_level else "flat",
+        wire=mode,
+        guard_steps=settings.EVENER_GUARD_STEPS.get(),
+        guard_residual=settings.EVENER_GUARD_RESIDUAL.get(),
+        guard_cosine=settings.EVENER_GUARD_COSINE.get(),
+        intra_size=intra,
+        average=False,  # FSDP2 divides
+        timeout=limit.get() if limit.is_set() else 0.0,
+        outer=settings.EVENER_OUTER.get(),
+    )
 
 
 def _module_of(name: str, unit: Any) -> Any:
@@ -123,22 +261,35 @@ def _gathered_bytes(unit: Any) -> int:
     return total
 
 
-def _require_memory(size: int, mirror: str, device: torch.device, group: Any) -> None:
-    """Refuse a mirror that does not fit before the first step, on all ranks alike."""
-    if device.type == "cuda" and mirror == "gpu":
+def _kept_bytes(units: Sequence[tuple[Unit, Any]], group: Any) -> int:
+    """Of error feedback, on each rank, at most: bf16, for all rows but the own one."""
+    rows = group.size() - 1
+    return sum(2 * rows * unit.numel for unit, _ in units if not unit.all_small)
+
+
+def _require_memory(size: int, kept: int, mirror: str, device: torch.device, group: Any) -> None:
+    """Refuse what does not fit before the first step, on all ranks alike."""
+    on_gpu, in_host = kept, size
+    if device.type != "cuda":
+        on_gpu, in_host = 0, size + kept
+    elif mirror == "gpu":
+        on_gpu, in_host = size + kept, 0
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    room = _host_free() * _MOST / ranks
+    what, allowed, wanted = "of host memory for this rank", room, in_host
+    if on_gpu:
         free, _ = torch.cuda.mem_get_info(device)
-        allowed, where = float(free), f"free on {device}"
-    else:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        allowed, where = _host_free() * _MOST_OF_HOST / ranks, "of host memory for this rank"
-    fits = torch.tensor(float(size <= allowed), device=device)
+        if on_gpu > free * _MOST:
+            what, allowed, wanted = f"free on {device}", free * _MOST, on_gpu
+    fits = torch.tensor(float(wanted <= allowed), device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN, group=group)
     if not fits.item():
         raise UsageError(
-            f"a copy of the gathered weights takes {_bytes(size)}, and on at least one rank it "
-            f"does not fit (here {_bytes(allowed)} {where})",
+            f"a copy of the gathered weights takes {_bytes(size)}, what INT4 has not sent yet "
+            f"{_bytes(kept)}, and on at least one rank that does not fit (here {_bytes(allowed)} "
+            f"{what})",
             "pass mirror='off' (gathers as FSDP2 does), or mirror='host' or 'gpu', whichever "
-            "has room",
+            "has room; mode='int8' keeps nothing",
         )
 
 
@@ -159,7 +310,7 @@ def _require_agreement(group: Any, chosen: tuple[Any, ...]) -> None:
     for rank, other in enumerate(every):
         if other != every[0]:
             raise UsageError(
-                f"ranks chose differently (mode, mirror, units, models released): rank 0 "
+                f"ranks chose differently (mode, mirror, units): rank 0 "
                 f"{every[0]}, rank {rank} {other}",
                 "call evener.fsdp.accelerate() and release() on every rank, with equal arguments",
             )

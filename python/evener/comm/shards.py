@@ -1,35 +1,85 @@
-"""Reduce-scatter of gradients in INT8: FSDP2's `ReduceScatter`, with one rounding per rank.
+"""Reduce-scatter of gradients in a form: FSDP2's `ReduceScatter`, with one rounding per sender.
 
-Each rank quantizes the part of every other rank (`codecs.int8`: blocks of 1,024, rounding at random
-and right on the mean), sends each its part in one all-to-all, and adds what it got in float32. So
-an entry is rounded once, whatever the number of ranks; a ring would round it at every hop. The
-own part is not rounded at all.
+    flat gradients of a unit, [world, n]: a row for each rank's shard
+    nodes of several ranks:  rows of the same place in their node are summed in the node first, in
+                             the gradients' own dtype; what is left is [nodes, n], per rank
+    between nodes:           each row in the form to the rank whose shard it is, in one all-to-all;
+                             added there in float32, the own row unrounded
 
-There is no error feedback: a residual would be as large as all gradients, in float32, on every
-rank, which is what sharding avoids. Rounding is right on the mean without it.
+So an entry is rounded once for each node, whatever the number of nodes; a ring would round it at
+every hop. Norms and biases go as they are, in the same message: their places are zero in what is
+coded.
+
+INT8 and BF16 keep nothing: INT8 rounds at random and right on the mean, BF16 to eight bits. INT4
+rounds to the nearest and keeps at the sender what rounding took away, for the next step (error
+feedback; Karimireddy et al., arXiv 1901.09847). That is a number for each gradient that the rank
+sends: [nodes - 1, n], in bf16, because a tenth of a per cent of a rounding error is none. A unit
+that falls back to a milder form hands it on.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from evener.comm import wires
+from evener.comm.buckets import padded
 from evener.comm.codecs import int8
+from evener.comm.groups import Communicators
+from evener.comm.mirrors import order
+from evener.comm.replicas import Unit
+from evener.comm.wires import Wire
+from evener.comm.wires.blocks import BlockWire
 from evener.errors import UsageError
 
+logger = logging.getLogger("evener.fsdp")
 
-class QuantizedReduceScatter(ReduceScatter):
+FORMS = ("exact", "bf16", "int8", "int4")
+
+
+class FormedReduceScatter(ReduceScatter):
     """The reduce-scatter of one FSDP2 unit; give it to `FSDPModule.set_custom_reduce_scatter`.
 
-    `unit`: its number, for the random rounding. Call `set_force_sum_reduction_for_comms(True)` on
-    the module: then every sum is a plain one, and FSDP2 divides.
+    `form`: one of `FORMS`, from the next step on; "exact" is the collective library's sum. Call
+    `set_force_sum_reduction_for_comms(True)` on the module: then every sum is a plain one, and
+    FSDP2 divides. `checked`: measure what the guard judges, in the next call.
     """
 
-    def __init__(self, unit: int) -> None:
-        self.unit, self._calls = unit, 0
+    def __init__(self, unit: Unit, form: str, communicators: Communicators) -> None:
+        self.unit, self.communicators = unit, communicators
+        self.form = form
+        route = communicators.route
+        self.nodes, self.node = route.outer.size, route.outer.rank
+        self.residual: torch.Tensor | None = None  # [nodes - 1, n] bf16
+        # New loss scale over the one that the residual is in, where a scaler says so.
+        self.rescale: float | torch.Tensor = 1.0
+        self.checked = False
+        self.measured: torch.Tensor | None = None
+        self._calls, self._odd = 0, False
+        places = order(communicators)
+        # Ranks as [local, node], where that is another order than their own.
+        self._order = sorted(range(len(places)), key=places.__getitem__)
+
+    # What `guard.judge` asks of an exchange.
+
+    @property
+    def bucket(self) -> Any:
+        """The unit's place and size."""
+        return self.unit.bucket
+
+    @property
+    def wire(self) -> type[Wire]:
+        """The form."""
+        return wires.get(self.form)
+
+    @property
+    def title(self) -> str:
+        """For logs."""
+        return self.unit.name
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """FSDP2's buffers: [world * n] of what goes in, [n] of what comes out."""
@@ -53,26 +103,169 @@ class QuantizedReduceScatter(ReduceScatter):
                 f"FSDP2 asks for a reduce-scatter by {op}",
                 "call set_force_sum_reduction_for_comms(True) on each FSDPModule",
             )
-        world, rank, n = group.size(), group.rank(), output_tensor.numel()
-        rows = input_tensor.view(world, n)
-        room = int8.room(n)
-        scales_at = room
-        width = room + 4 * (room // int8.BLOCK)
-        sent = torch.empty(world, width, dtype=torch.uint8, device=rows.device)
+        whole = output_tensor.numel() == self.unit.numel
+        if not whole and not self._odd:
+            self._odd = True
+            logger.info(
+                "%s: %d of %d gradient entries came, so some of its parameters were not used; "
+                "such a step is sent exact",
+                self.unit.name,
+                output_tensor.numel(),
+                self.unit.numel,
+            )
+        form = wires.suitable(self.form, self.unit.bucket) if whole else "exact"
+        if form == "exact" and (self.residual is None or not whole):
+            dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+            return None
+        rows = self._in_node(input_tensor)
+        factor, self.rescale = self.rescale, 1.0
+        if self.residual is not None and not (isinstance(factor, float) and factor == 1.0):
+            self.residual.mul_(factor.to(rows.device) if torch.is_tensor(factor) else factor)
         self._calls += 1
-        for other in range(world):
-            if other != rank:
-                codes = sent[other, :scales_at].view(torch.int8)
-                scales = sent[other, scales_at:].view(torch.float32)
-                key = int8.key(self._calls, self.unit, rank, other)
-                int8.quantize(rows[other], None, codes, scales, key)
-        got = torch.empty_like(sent)
-        dist.all_to_all_single(got, sent, group=group)
-        others = [other for other in range(world) if other != rank]
-        total = torch.empty(n, dtype=torch.float32, device=rows.device)
-        at = got if len(others) == world else got[others]
-        int8.dequantize_sum(
-            at[:, :scales_at].view(torch.int8), at[:, scales_at:].view(torch.float32), 1.0, total
-        )
-        output_tensor.copy_(total.add_(rows[rank]))
+        self._between(rows, form, output_tensor)
         return None
+
+    def _in_node(self, flat: torch.Tensor) -> torch.Tensor:
+        """[nodes, n]: what this node adds to the shards of its place. A copy or a view."""
+        route = self.communicators.route
+        rows = flat.view(self.communicators.size, -1)
+        if route.scatter is None:
+            return rows
+        if self._order != list(range(len(self._order))):
+            rows = rows[self._order]
+        found = torch.empty(self.nodes, rows.shape[1], dtype=rows.dtype, device=rows.device)
+        dist.reduce_scatter_tensor(
+            found.view(-1), rows.contiguous().view(-1), group=route.scatter.handle
+        )
+        return found
+
+    def _between(self, rows: torch.Tensor, form: str, output: torch.Tensor) -> None:
+        """`output` [n] = the sum over nodes of their row for this one. Overwrites `rows`."""
+        small = self.unit.small
+        others = [node for node in range(self.nodes) if node != self.node]
+        norms = [torch.cat([piece.of(row) for piece in small]) if small else None for row in rows]
+        for node in others:
+            for piece in small:
+                piece.of(rows[node]).zero_()
+        code = _code(form, rows.shape[1])
+        aside = 0 if norms[0] is None else padded(norms[0].nbytes, 16)
+        sent = torch.empty(self.nodes, code.size + aside, dtype=torch.uint8, device=rows.device)
+        feeds = self.residual is not None or form == "int4"
+        figures = []
+        for at, node in enumerate(others):
+            kept = self._kept(rows)[at].float() if feeds else None
+            key = int8.key(self._calls, self.unit.index, self.communicators.rank, node)
+            code.write(rows[node], kept, sent[node, : code.size], key)
+            if kept is not None:
+                self._kept(rows)[at].copy_(kept)
+            if (norm := norms[node]) is not None:
+                sent[node, code.size : code.size + norm.nbytes] = norm.view(torch.uint8)
+            if self.checked:
+                figures.append(_figures(rows[node], kept, code, sent[node : node + 1]))
+        if form in ("exact", "bf16"):
+            self.residual = None  # it has been sent
+        got = torch.empty_like(sent)
+        self.communicators.route.outer.all_to_all(got.view(-1), sent.view(-1))
+        came = got if len(others) == self.nodes else got[others]
+        total = torch.empty(rows.shape[1], dtype=torch.float32, device=rows.device)
+        code.add_up(came, total)
+        total += rows[self.node]
+        if (norm := norms[self.node]) is not None:
+            for row in came:
+                values = row[code.size : code.size + norm.nbytes].view(norm.dtype)
+                for piece, part in zip(
+                    small, values.split([piece.numel for piece in small]), strict=True
+                ):
+                    piece.of(total).add_(part)
+        output.copy_(total)
+        if figures:
+            self.measured, self.checked = torch.stack(figures).sum(0), False
+
+    def _kept(self, rows: torch.Tensor) -> torch.Tensor:
+        """The residual, [nodes - 1, n]; zeros at first."""
+        if self.residual is None:
+            shape = (self.nodes - 1, rows.shape[1])
+            self.residual = torch.zeros(shape, dtype=torch.bfloat16, device=rows.device)
+        return self.residual
+
+    # --- checkpoints ---
+
+    def owed(self) -> torch.Tensor:
+        """What all nodes have not sent yet of this rank's shard: [n] float32. Collective."""
+        n, device = self.unit.numel, self.communicators.device
+        parts = torch.zeros(self.nodes, n, dtype=torch.float32, device=device)
+        if self.residual is not None:
+            parts[[node for node in range(self.nodes) if node != self.node]] = self.residual.float()
+        got = torch.empty_like(parts)
+        self.communicators.route.outer.all_to_all(got.view(-1), parts.view(-1))
+        return got.sum(0)
+
+    def take_over(self, owed: torch.Tensor) -> None:
+        """Have the other nodes owe this rank's shard `owed` [n], in equal parts. Collective."""
+        share = owed.float() / (self.nodes - 1)
+        every = torch.empty(self.nodes * share.numel(), dtype=share.dtype, device=share.device)
+        self.communicators.route.outer.all_gather(every, share)
+        others = [node for node in range(self.nodes) if node != self.node]
+        self.residual = every.view(self.nodes, -1)[others].to(torch.bfloat16)
+
+
+class _Blocks:
+    """Rows as small integers in blocks (`wires.blocks`)."""
+
+    def __init__(self, wire: type[BlockWire], n: int) -> None:
+        self.wire, self.room = wire, wire.room(n)
+        self.size = wire.size(self.room)
+
+    def write(
+        self, row: torch.Tensor, kept: torch.Tensor | None, target: torch.Tensor, key: int
+    ) -> None:
+        """`row` and what was `kept` [n] into bytes; `kept` keeps what rounding takes away."""
+        codes, scales = self.wire.views(target.unsqueeze(0), self.room)
+        self.wire.quantize(row, kept, codes[0], scales[0], key)
+
+    def add_up(self, came: torch.Tensor, total: torch.Tensor) -> None:
+        """`total` [n] float32 = the sum of what messages [ranks, bytes] say."""
+        self.wire.add_up(*self.wire.views(came[:, : self.size], self.room), 1.0, total)
+
+
+class _Cast:
+    """Rows in a floating dtype."""
+
+    def __init__(self, dtype: torch.dtype, n: int) -> None:
+        self.dtype, self.bytes = dtype, n * dtype.itemsize
+        self.size = padded(self.bytes, 16)
+
+    def write(
+        self, row: torch.Tensor, kept: torch.Tensor | None, target: torch.Tensor, key: int
+    ) -> None:
+        """See `_Blocks`; all of what was kept goes."""
+        del key
+        values = row if kept is None else row + kept
+        target[: self.bytes].view(self.dtype).copy_(values)
+        if kept is not None:
+            kept.zero_()
+
+    def add_up(self, came: torch.Tensor, total: torch.Tensor) -> None:
+        """See `_Blocks`."""
+        total.zero_()
+        for row in came:
+            total += row[: self.bytes].view(self.dtype)
+
+
+def _code(form: str, n: int) -> _Blocks | _Cast:
+    wire = wires.get(form)
+    if issubclass(wire, BlockWire):
+        return _Blocks(wire, n)
+    return _Cast(wire.cast or torch.float32, n)
+
+
+def _figures(
+    row: torch.Tensor, kept: torch.Tensor | None, code: _Blocks | _Cast, message: torch.Tensor
+) -> torch.Tensor:
+    """What the guard compares (`Figures.of`), as the sender sees it: nothing more is exchanged."""
+    result = torch.empty(row.numel(), dtype=torch.float32, device=row.device)
+    code.add_up(message, result)
+    dense, result = row.double(), result.double()
+    left = dense.new_zeros(()) if kept is None else kept.double().square().sum()
+    gradient = dense.square().sum()
+    return torch.stack([left, gradient, result.dot(dense), result.square().sum(), gradient])
