@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import evener.fsdp
 from evener.comm import mirrors
@@ -134,26 +135,119 @@ def test_whoever_changes_weights_they_arrive() -> None:
     assert worlds.run((1, 1), changes_by_hand) == [[True] * 4] * 2
 
 
-def close_enough(rank: int, size: int) -> tuple[float, bool]:
-    plain, ours = sharded(size), sharded(size)
-    evener.fsdp.accelerate(ours, mode="int8")
+def moved(plain: nn.Module, ours: nn.Module, before: list[torch.Tensor]) -> float:
+    """How far the two have come apart, of how far plain FSDP2 has come."""
+    far = sum(float((a - b).square().sum()) for a, b in zip(weights(plain), before, strict=True))
+    pairs = zip(weights(plain), weights(ours), strict=True)
+    return float((sum(float((a - b).square().sum()) for a, b in pairs) / far) ** 0.5)
+
+
+def close_enough(rank: int, size: int, mode: str) -> tuple[float, bool]:
+    # Gradients of bf16 weights are bf16 already: there that form would lose nothing.
+    policy = None if mode == "bf16" else BF16
+    plain, ours = sharded(size, policy), sharded(size, policy)
+    before = weights(plain)
+    evener.fsdp.accelerate(ours, mode=mode)
     for module in (plain, ours):
         train(module, rank, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
-    before = weights(sharded(size))
-    far = sum(float((a - b).square().sum()) for a, b in zip(weights(plain), before, strict=True))
-    off = sum(
-        float((a - b).square().sum()) for a, b in zip(weights(plain), weights(ours), strict=True)
-    )
+    off = moved(plain, ours, before)
     evener.fsdp.release(ours)
     for module in (plain, ours):
         train(module, rank, torch.optim.SGD(module.parameters(), lr=0.1), range(1))
-    return (off / far) ** 0.5, getattr(ours, "evener", None) is None
+    return off, getattr(ours, "evener", None) is None
 
 
-def test_int8_gradients_are_near_and_release_gives_back() -> None:
-    for off, released in worlds.run((1, 1, 1), close_enough):
-        assert 0 < off < 0.05
+@pytest.mark.parametrize(
+    ("shape", "mode", "limit"),
+    [((1, 1, 1), "int8", 0.05), ((1, 1), "bf16", 0.01), ((1, 1), "int4", 0.2)],
+)
+def test_gradients_in_a_form_are_near_and_release_gives_back(
+    shape: tuple[int, ...], mode: str, limit: float
+) -> None:
+    for off, released in worlds.run(shape, close_enough, mode):
+        assert 0 < off < limit
         assert released
+
+
+def two_levels(rank: int, size: int) -> tuple[bool, int, float, int]:
+    plain, exact, coded = sharded(size), sharded(size), sharded(size)
+    before = weights(plain)
+    evener.fsdp.accelerate(exact)
+    evener.fsdp.accelerate(coded, mode="int8")
+    for module in (plain, exact, coded):
+        train(module, rank, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    nodes = exact.evener.ahead.gathers[0].mirror.spread.outer.size  # type: ignore[union-attr]
+    reduction = coded.evener.reductions[0]  # type: ignore[union-attr, index]
+    return (
+        alike(weights(plain), weights(exact)),
+        nodes,
+        moved(plain, coded, before),
+        reduction.nodes,
+    )
+
+
+@pytest.mark.parametrize(("shape", "outer"), [((2, 2), 2), ((2, 1), 3)])
+def test_between_nodes_everything_goes_once(shape: tuple[int, ...], outer: int) -> None:
+    """Nodes with as many ranks each have two levels; others have one."""
+    for same, gathers, off, reduces in worlds.run(shape, two_levels):
+        assert same
+        assert gathers == reduces == outer
+        assert 0 < off < 0.05
+
+
+def one_layer(size: int, mode: str) -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(24, 24)).to(models.device())
+    fully_shard(module, mesh=init_device_mesh(models.device().type, (size,)))
+    evener.fsdp.accelerate(module, mode=mode)
+    return module
+
+
+def owed(rank: int, size: int) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """SGD, gradients that do not depend on the weights: sent and kept add up to all of them."""
+    found = []
+    for mode in ("exact", "int4"):
+        module = one_layer(size, mode)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        for step in range(4):
+            made = torch.Generator().manual_seed(10 * step + rank)
+            x, y = torch.randn(2, 5, 24, generator=made)
+            optimizer.zero_grad()
+            (module(x) * y).mean().backward()
+            optimizer.step()
+        found.append(module)
+    exact, coded = found
+    state = {name: value.full_tensor() for name, value in coded.evener.state_dict().items()}
+    left, weight = (m[0].weight.full_tensor() for m in (exact, coded))  # type: ignore[index, union-attr]
+    return (
+        (weight - state["0.weight"] - left).abs().max().item(),
+        ((weight - left).abs().max().item()),
+        state,
+    )
+
+
+def loaded(rank: int, size: int, state: dict[str, torch.Tensor]) -> float:
+    module = one_layer(size, "int4")
+    names = dict(module.named_parameters())
+    module.evener.load_state_dict(  # type: ignore[union-attr, operator]
+        {
+            name: distribute_tensor(value, names[name].device_mesh, names[name].placements)  # type: ignore[attr-defined]
+            for name, value in state.items()
+        }
+    )
+    again = module.evener.state_dict()  # type: ignore[union-attr, operator]
+    return max((again[n].full_tensor() - t).abs().max().item() for n, t in state.items())
+
+
+def test_what_int4_owes_is_what_is_missing_and_goes_into_another_world() -> None:
+    found = worlds.run((1, 1, 1), owed)
+    for left, without, state in found:
+        assert set(state) == {"0.weight"}
+        assert without > 1e-4
+        assert left < without / 50  # kept in bf16
+    largest = float(found[0][2]["0.weight"].abs().max())
+    for shape in ((1, 1), (2, 2)):
+        assert max(worlds.run(shape, loaded, found[0][2])) < largest / 100
 
 
 def one_wrong_bit(rank: int, size: int) -> str:

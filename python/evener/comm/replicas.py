@@ -344,7 +344,7 @@ def piece_like(parameter: Any, flat: torch.Tensor) -> Any:
 
     local = parameter.to_local()
     own = flat[: local.numel()].view(local.shape)
-    return DTensor.frompiece_local(
+    return DTensor.from_local(
         own.clone(),
         parameter.device_mesh,
         parameter.placements,

@@ -95,7 +95,7 @@ class Sharded:
             self._mirror(units, modules, Communicators(options, device, group), mirror == "host")
         for (unit, found), module in zip(units, modules, strict=True):
             if self.communicators is not None:
-                reduction = FormedReduceScatter(unit, mode, self.communicators)
+                reduction = FormedReduceScatter(unit, mode, self.communicators, found)
                 self.reductions.append(reduction)
                 force = module.set_force_sum_reduction_for_comms
                 self._set(found, "force_sum_reduction_for_comms", force, True)
@@ -166,11 +166,11 @@ class Sharded:
     def state_dict(self) -> dict[str, Any]:
         """What error feedback has not sent yet, by parameter: DTensors, sharded as it is, float32.
 
-        Collective. Summed over the ranks, in units of the sum of their gradients.
+        Collective. Summed over the ranks, in units of the gradient that FSDP2 makes of the sum.
         """
         found: dict[str, Any] = {}
         for reduction in self._feeding():
-            owed = reduction.owed()
+            owed = reduction.owed().div_(reduction.divisor())
             for piece in reduction.unit.pieces:
                 if not piece.dense:
                     found[piece.name] = piece_like(piece.parameter, piece.of(owed))
@@ -198,7 +198,7 @@ class Sharded:
                 if piece.name in state:
                     given = piece_local(state[piece.name]).reshape(-1)
                     piece.of(owed)[: given.numel()].copy_(given)
-            reduction.take_over(owed)
+            reduction.take_over(owed.mul_(reduction.divisor()))
 
     @property
     def options_device(self) -> torch.device:

@@ -49,8 +49,9 @@ class FormedReduceScatter(ReduceScatter):
     FSDP2 divides. `checked`: measure what the guard judges, in the next call.
     """
 
-    def __init__(self, unit: Unit, form: str, communicators: Communicators) -> None:
-        self.unit, self.communicators = unit, communicators
+    def __init__(self, unit: Unit, form: str, communicators: Communicators, group: Any) -> None:
+        """`group`: FSDP2's parameter group."""
+        self.unit, self.communicators, self.group = unit, communicators, group
         self.form = form
         route = communicators.route
         self.nodes, self.node = route.outer.size, route.outer.rank
@@ -189,6 +190,10 @@ class FormedReduceScatter(ReduceScatter):
         return self.residual
 
     # --- checkpoints ---
+
+    def divisor(self) -> float:
+        """By what FSDP2 divides the sum."""
+        return float(self.group.gradient_divide_factor or self.communicators.size)
 
     def owed(self) -> torch.Tensor:
         """What all nodes have not sent yet of this rank's shard: [n] float32. Collective."""
