@@ -14,8 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import evener.fsdp
+from evener.base import torch_names
 from evener.comm import mirrors
 from evener.comm.errors import CommError
+from evener.comm.sharded import Sharded
 from evener.errors import UsageError
 from tests import worlds
 from tests.comm import models
@@ -312,3 +314,70 @@ def kept_gradients(rank: int, size: int) -> bool:
 
 def test_an_overflow_is_seen() -> None:
     assert all(worlds.run((1, 1), kept_gradients))
+
+
+def planned(
+    rank: int, size: int, costs: dict[str, list[float]], passes: int
+) -> tuple[list[str], bool, str, list[bool]]:
+    """Train under `auto` with a clock that a way's step moves on by `costs[way][rank]`."""
+    from evener.comm.sharded_plan import ShardedPlanner
+
+    clock = [0.0]
+    begins, use = ShardedPlanner.begins, Sharded.use
+    way = ["fsdp2"]
+
+    def ticking(self: ShardedPlanner) -> None:
+        clock[0] += costs[way[0]][rank] / passes
+        begins(self)
+
+    def used(self: Sharded, name: str) -> None:
+        way[0] = name
+        use(self, name)
+
+    ShardedPlanner.begins, Sharded.use = ticking, used  # type: ignore[method-assign]
+    ShardedPlanner._now = lambda _: clock[0]  # type: ignore[method-assign]
+    ours = sharded(size)
+    defaults = [_comms(module) for module in (ours, *ours.children())]
+    evener.fsdp.accelerate(ours, mode="auto", floor="int8")
+    door = ours.evener
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    train(ours, rank, optimizer, range(40), passes=passes)
+    again = [
+        all(a is b for a, b in zip(one, _comms(module), strict=True))
+        for one, module in zip(defaults, (ours, *ours.children()), strict=True)
+    ]
+    forms = [reduction.form for reduction in door.reductions]  # type: ignore[union-attr]
+    assert door.planner.settled  # type: ignore[union-attr]
+    return forms, door.ahead is None, way[0], again  # type: ignore[union-attr]
+
+
+def _comms(module: Any) -> tuple[Any, Any]:
+    group = torch_names.fsdp_group(module._get_fsdp_state(), "")
+    return (group._all_gather_comm, group._reduce_scatter_comm) if group else (None, None)
+
+
+PLANS: dict[str, tuple[dict[str, list[float]], str]] = {
+    "the harshest": ({"fsdp2": [9, 9], "exact": [6, 6], "bf16": [5, 5], "int8": [4, 4]}, "int8"),
+    "the mildest of two": (
+        {"fsdp2": [9, 9], "exact": [6, 6], "bf16": [4, 4], "int8": [4, 3.9]},
+        "bf16",
+    ),
+    "the slowest rank decides": (
+        {"fsdp2": [5, 5], "exact": [1, 6], "bf16": [1, 1], "int8": [1, 1]},
+        "fsdp2",
+    ),
+    "a fast network": ({"fsdp2": [5, 5], "exact": [6, 6]}, "fsdp2"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_auto_keeps_what_is_quickest_when_tried(name: str) -> None:
+    costs, kept = PLANS[name]
+    passes = 2 if name == "the harshest" else 1
+    for forms, aside, last, again in worlds.run((1, 1), planned, costs, passes):
+        assert last == kept
+        if kept == "fsdp2":
+            assert aside
+            assert all(again)
+        else:
+            assert set(forms) == {kept}

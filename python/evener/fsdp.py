@@ -100,10 +100,10 @@ def accelerate(
     log.begin(dist.get_rank())
     log.say_idle("models of FSDP2 take no local steps", settings.EVENER_EVERY)
     if replicate is None and not any(_replicated(group) for _, group in groups):
-        refuse_for_replicas({"floor": floor, "ratio": ratio, "warmup_steps": warmup_steps}, model)
+        refuse_for_replicas({"ratio": ratio, "warmup_steps": warmup_steps}, model)
         _refuse_meta(model)
         log.say_idle("FSDP2 shards this model over all ranks", *_OF_REPLICAS)
-        _shard(model, groups, mode or "exact", mirror or "host", scaler)
+        _shard(model, groups, mode or "exact", mirror or "host", scaler, floor)
         return model
     if mirror is not None:
         raise UsageError(
@@ -140,11 +140,12 @@ def _shard(
     mode: str,
     mirror: str,
     scaler: GradScaler | None,
+    floor: str | None,
 ) -> None:
     """Evener under a model without replicas."""
     names = {id(p): name for name, p in model.named_parameters()}
     units = [(_unit(at, name, found, names), found) for at, (name, found) in enumerate(groups)]
-    sharded = Sharded(units, mode, mirror, groups[0][1].device, scaler)
+    sharded = Sharded(units, mode, mirror, groups[0][1].device, scaler, floor)
     object.__setattr__(model, "evener", sharded)
     object.__setattr__(model, "_evener_door", _ShardedDoor(model, sharded))
 

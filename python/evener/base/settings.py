@@ -478,7 +478,8 @@ EVENER_FLOOR = _text(
     _DOOR,
     "EVENER_FLOOR",
     "",
-    "The least exact form in which EVENER_DDP=auto may send gradients. Unset: bf16.",
+    "The least exact form in which EVENER_DDP=auto and EVENER_FSDP=auto may send gradients. Unset: "
+    "bf16.",
     allowed="a form that accelerate(floor=...) takes",
 )
 EVENER_EVERY = _count_or_auto(
@@ -511,10 +512,11 @@ EVENER_FSDP = _choice(
     _DOOR,
     "EVENER_FSDP",
     "off",
-    ("off", "exact", "bf16", "int8", "int4"),
+    ("off", "exact", "bf16", "int8", "int4", "auto"),
     "Put Evener under every model that a program shards with fully_shard over all of its ranks, "
     "without a changed line (docs/guide/fsdp.md). Weights are sent as exact differences. exact: "
-    "gradients as FSDP2 sends them. Another: gradients in that form.",
+    "gradients as FSDP2 sends them. A form: gradients in it. auto: what is fastest when tried, "
+    "down to EVENER_FLOOR, FSDP2 alone among it.",
 )
 EVENER_FSDP_MIRROR = _choice(
     _DOOR,

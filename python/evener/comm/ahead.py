@@ -152,7 +152,7 @@ class Ahead:
         batch = [
             _Refresh(gather, own)
             for gather in self.gathers
-            if self._began and (own := torch_names.fsdp_own(gather.unit)) is not None
+            if self._began and gather.on and (own := torch_names.fsdp_own(gather.unit)) is not None
         ]
         known = {id(each.gather) for each in batch}
         for gather in self.gathers:

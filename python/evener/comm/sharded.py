@@ -28,6 +28,7 @@ from evener.comm.groups import Communicators
 from evener.comm.mirrors import Mirror, Spread, Traffic
 from evener.comm.options import Options
 from evener.comm.replicas import Unit, piece_like, piece_local
+from evener.comm.sharded_plan import PLAIN, ShardedPlanner
 from evener.comm.shards import FORMS, FormedReduceScatter
 from evener.comm.state import LossScale
 from evener.comm.world.topology import host_identity, levels
@@ -55,59 +56,83 @@ class Sharded:
         mirror: str,
         device: torch.device,
         scaler: GradScaler | None = None,
+        floor: str | None = None,
     ) -> None:
-        """`units`: each with FSDP2's parameter group. Collective.
+        """`units`: each with FSDP2's parameter group; `floor`: how far "auto" may go. Collective.
 
         Raises UsageError where the arguments, ranks or the memory forbid it.
         """
-        if mode not in FORMS:
+        if mode not in (*FORMS, "auto"):
             raise UsageError(
                 f"mode={mode!r} is no form for a model that is sharded over all ranks",
-                f"take one of {', '.join(FORMS)}; the others average replicas (a 2-D mesh)",
+                f"take one of {', '.join(FORMS)}, auto; others average replicas (a 2-D mesh)",
             )
+        floor = _floor(mode, floor)
         if mirror not in MIRRORS:
             raise UsageError(f"mirror={mirror!r}", f"take one of {', '.join(MIRRORS)}")
         self.mode, self.traffic = mode, Traffic()
         self._undo: list[Callable[[], None]] = []
         group = units[0][1].mesh_info.shard_process_group
-        _require_agreement(group, (mode, mirror, len(units)))
+        _require_agreement(group, (mode, floor, mirror, len(units)))
         # All that can be refused is refused before anything changes.
         modules = [_module_of(unit.name, found) for unit, found in units]
         for _, found in units:
             torch_names.fsdp_require_comms(found)
         size = 0 if mirror == "off" else sum(_gathered_bytes(found) for _, found in units)
-        kept = _kept_bytes(units, group) if mode == "int4" else 0
+        kept = _kept_bytes(units, group) if floor == "int4" else 0
         _require_memory(size, kept, mirror, device, group)
-        options = _options(mode, group)
+        options = _options(floor, group)
         self.ahead: Ahead | None = None
         self.reductions: list[FormedReduceScatter] = []
         self.steps = 0
         parameters = [piece.parameter for unit, _ in units for piece in unit.pieces]
         self.optimizers = guard.Optimizers(parameters)
         self.loss_scale = LossScale(scaler)
-        self.options, self.communicators = options, None
-        if mode != "exact":
+        self.options = options
+        self.communicators: Communicators | None = None
+        self.floor = floor
+        self.planner: ShardedPlanner | None = None
+        if floor != "exact" or mode == "auto":
             self.communicators = Communicators(options, device, group)
             self._undo.append(self.communicators.close)
+        if floor != "exact":
             self.optimizers.watch()
             self.loss_scale.watch(parameters)
         if mirror != "off":
             self._mirror(units, modules, Communicators(options, device, group), mirror == "host")
-        for (unit, found), module in zip(units, modules, strict=True):
-            if self.communicators is not None:
-                reduction = FormedReduceScatter(unit, mode, self.communicators, found)
+        if self.communicators is not None and floor != "exact":
+            for (unit, found), module in zip(units, modules, strict=True):
+                reduction = FormedReduceScatter(unit, floor, self.communicators, found)
                 self.reductions.append(reduction)
                 force = module.set_force_sum_reduction_for_comms
                 self._set(found, "force_sum_reduction_for_comms", force, True)
                 place = module.set_custom_reduce_scatter
                 self._set(found, "_reduce_scatter_comm", place, reduction)
+        if mode == "auto" and self.communicators is not None:
+            self.use(PLAIN)
+            narrow = all(unit.bucket.buffer.element_size() <= 2 for unit, _ in units)
+            self.planner = ShardedPlanner(self, floor, parameters, self.communicators, narrow)
         if group.rank() == 0:
             weights = "weights whole"
             if mirror != "off":
                 place = "the GPU" if mirror == "gpu" and device.type != "cpu" else "host memory"
                 weights = f"weights as exact differences (a copy of {_bytes(size)} in {place})"
-            more = f" ({_bytes(kept)} of what is not sent yet on each GPU)" if kept else ""
-            logger.info("FSDP2, %d units: %s; gradients %s%s", len(units), weights, mode, more)
+            more = f" ({_bytes(kept)} of what is not sent yet on each rank)" if kept else ""
+            how = mode if mode != "auto" else f"auto, down to {floor}"
+            logger.info("FSDP2, %d units: %s; gradients %s%s", len(units), weights, how, more)
+
+    def use(self, way: str) -> None:
+        """Exchange in this form from the next pass on; `PLAIN`: as torch does it. On all ranks."""
+        for gather in self.ahead.gathers if self.ahead is not None else ():
+            gather.on = way != PLAIN
+        for reduction in self.reductions:
+            reduction.form = "exact" if way == PLAIN else way
+
+    def step_aside(self) -> None:
+        """Leave the model to torch, for good; what error feedback kept goes with the next sum."""
+        self.use(PLAIN)
+        if all(reduction.residual is None for reduction in self.reductions):
+            self.close()
 
     def _mirror(
         self,
@@ -134,8 +159,11 @@ class Sharded:
 
     def begins(self) -> None:
         """The root's forward begins. Collective where a form keeps something, or is judged."""
-        if torch.is_grad_enabled() and self.communicators is not None:
-            self._step_begins(self.communicators)
+        if torch.is_grad_enabled():
+            if self.planner is not None:
+                self.planner.begins()
+            if self.communicators is not None and self.reductions:
+                self._step_begins(self.communicators)
         if self.ahead is not None:
             self.ahead.begins()
 
@@ -208,17 +236,37 @@ class Sharded:
 
     def _feeding(self) -> list[FormedReduceScatter]:
         """The units of which something may not be sent yet: equal before and after a restart."""
-        if self.mode != "int4":
+        if self.floor != "int4":
             return []
         return [each for each in self.reductions if not each.unit.all_small]
 
     def close(self) -> None:
-        """Give every unit what it had."""
+        """Give every unit what it had. May be called twice."""
+        if self.planner is not None:
+            self.planner.close()
         self.optimizers.settle()
         self.loss_scale.settle()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self.ahead, self.communicators, self.reductions = None, None, []
+
+
+def _floor(mode: str, floor: str | None) -> str:
+    """The harshest form that gradients may take."""
+    if mode != "auto":
+        if floor is not None:
+            raise UsageError(
+                f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",
+                "leave it out, or give mode='auto'",
+            )
+        return mode
+    if floor is not None and floor not in FORMS:
+        raise UsageError(
+            f"floor={floor!r} is no form for a model that is sharded over all ranks",
+            f"take one of {', '.join(FORMS)}",
+        )
+    return floor or "bf16"
 
 
 def _options(mode: str, group: Any) -> Options:
@@ -310,7 +358,7 @@ def _require_agreement(group: Any, chosen: tuple[Any, ...]) -> None:
     for rank, other in enumerate(every):
         if other != every[0]:
             raise UsageError(
-                f"ranks chose differently (mode, mirror, units): rank 0 "
+                f"ranks chose differently (mode, floor, mirror, units): rank 0 "
                 f"{every[0]}, rank {rank} {other}",
                 "call evener.fsdp.accelerate() and release() on every rank, with equal arguments",
             )

@@ -82,10 +82,12 @@ def _try_to_enter(root: Any) -> str | None:
     group = mesh.get_group()
     if dist.get_world_size(group) == 1:
         return None
-    no, seconds, how = "", 60.0, ("exact", "host")
+    no, seconds, how, floor = "", 60.0, ("exact", "host"), None
     try:
         seconds = settings.EVENER_TIMEOUT.get()
         how = (settings.EVENER_FSDP.get(), settings.EVENER_FSDP_MIRROR.get())
+        if how[0] == "auto":
+            floor = settings.EVENER_FLOOR.get() or None
         if getattr(root, "evener", None) is not None:
             no = "the script calls evener.fsdp.accelerate itself"
     except UsageError as error:
@@ -95,7 +97,7 @@ def _try_to_enter(root: Any) -> str | None:
     which = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     if why := agree(f"evener/fsdp/{which}/{_votes[ranks]}", no, group, seconds):
         return why
-    fsdp.accelerate(root, mode=how[0], mirror=how[1])
+    fsdp.accelerate(root, mode=how[0], floor=floor, mirror=how[1])
     return ""
 
 
