@@ -84,13 +84,14 @@ def accelerate(
     LIGHT_TOPK_* variable that is set wins. `scaler`: the GradScaler of FP16 training.
 
     A model that is sharded over all of its ranks has no replicas. Its weights are then gathered as
-    exact differences to what each rank holds already, and `mode` is "exact" or "int8", the form of
-    its gradients. `mirror`: where that copy of the gathered weights lies, "host" (the default;
-    pinned), "gpu", or "off" to gather as FSDP2 does.
+    exact differences to what each rank holds already, and `mode` is "exact", "bf16", "int8" or
+    "int4", the form of its gradients, or "auto": what is fastest when tried, down to `floor`,
+    FSDP2 alone among it. `mirror`: where that copy of the gathered weights lies, "host" (the
+    default; pinned), "gpu", or "off" to gather as FSDP2 does.
 
     `model.evener` is the `evener.comm.replicas.Replicas`: put it into what
     torch.distributed.checkpoint saves where a form with error feedback is used. For a model without
-    replicas it is the `evener.comm.sharded.Sharded`, which has nothing to save.
+    replicas it is the `evener.comm.sharded.Sharded`, of which the same holds with INT4.
 
     Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
     """
