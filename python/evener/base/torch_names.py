@@ -72,7 +72,12 @@ def fsdp_group(state: Any, name: str) -> Any:
 
 def fsdp_require_comms(group: Any) -> None:
     """Raise UsageError where a group has no place for what gathers and reduces."""
-    for name in ("_all_gather_comm", "_reduce_scatter_comm", "force_sum_reduction_for_comms"):
+    for name in (
+        "_all_gather_comm",
+        "_reduce_scatter_comm",
+        "_all_reduce_hook",
+        "force_sum_reduction_for_comms",
+    ):
         if not hasattr(group, name):
             raise _elsewhere(f"FSDP2's {name}")
 

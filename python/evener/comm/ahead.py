@@ -54,8 +54,9 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         on_gpu = device.type == "cuda"
-        self.codes, self.net, self.late = (
-            torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in range(3)
+        # To code, to send, to decode (and keep), to copy into FSDP2's buffers.
+        self.codes, self.net, self.lands, self.late = (
+            torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in range(4)
         )
         self._batches: _Batches = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="evener gathers", daemon=True)
@@ -97,7 +98,7 @@ class Lane:
         flying: tuple[_Refresh, Found, Any] | None = None
         for each in batch:
             mirror = each.gather.mirror
-            for event in each.after:
+            for event in (*each.after, *each.gather.last()):
                 torch.cuda.current_stream().wait_event(event)
             found = mirror.compare(each.own())
             sent = None
@@ -116,19 +117,30 @@ class Lane:
             mirror.send(found, payload)
             return payload, None
         self.net.wait_stream(self.codes)
+        payload.record_stream(self.net)
         with torch.cuda.stream(self.net):
             mirror.send(found, payload)
             return payload, self.net.record_event()
 
     def _land(self, each: _Refresh, found: Found, sent: Any) -> None:
+        mirror = each.gather.mirror
+        if self.lands is None:
+            if sent is not None:
+                mirror.apply(found)
+            each.done.set_result(None)
+            return
+        # On a stream of its own: what is coded next must not wait for what is in the network.
         if sent is not None:
-            if self.codes is not None:
-                self.codes.wait_event(sent[1])
-            each.gather.mirror.apply(found)
-        if self.codes is not None and found.rows is not None:
-            for row in found.rows[:1]:  # one buffer, made on the other stream
-                row.record_stream(self.codes)
-        each.done.set_result(None if self.codes is None else self.codes.record_event())
+            self.lands.wait_event(sent[1])
+            with torch.cuda.stream(self.lands):
+                mirror.apply(found)
+            found.own.record_stream(self.lands)
+            for row in (found.rows or [])[:1]:  # one buffer
+                row.record_stream(self.lands)
+            each.gather.landed = self.lands.record_event()
+        else:
+            each.gather.landed = torch.cuda.current_stream().record_event()
+        each.done.set_result(each.gather.landed)
 
 
 def _stop(batches: _Batches, thread: threading.Thread, seconds: float | None = 10.0) -> None:
@@ -182,6 +194,7 @@ class MirroredGather(AllGather):
         self.ahead = False
         self.fresh: Future[Any] | None = None
         self.reading: list[Any] = []
+        self.landed: Any = None
         self._late: weakref.ref[_Late] | None = None
         of.gathers.append(self)
 
@@ -193,6 +206,10 @@ class MirroredGather(AllGather):
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """FSDP2's staging buffer, [world * n]."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+    def last(self) -> list[Any]:
+        """The event of its last refresh, on a GPU."""
+        return [] if self.landed is None else [self.landed]
 
     def settle(self) -> None:
         """Let a gather that nobody has waited for have the weights of its time."""

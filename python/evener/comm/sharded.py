@@ -29,7 +29,7 @@ from evener.comm.mirrors import Mirror, Spread, Traffic
 from evener.comm.options import Options
 from evener.comm.replicas import Unit, piece_like, piece_local
 from evener.comm.sharded_plan import PLAIN, ShardedPlanner
-from evener.comm.shards import FORMS, FormedReduceScatter
+from evener.comm.shards import FORMS, FormedReduceScatter, Way
 from evener.comm.state import LossScale
 from evener.comm.world.topology import host_identity, levels
 from evener.errors import UsageError
@@ -101,9 +101,12 @@ class Sharded:
         if mirror != "off":
             self._mirror(units, modules, Communicators(options, device, group), mirror == "host")
         if self.communicators is not None and floor != "exact":
+            way = Way(self.communicators)
             for (unit, found), module in zip(units, modules, strict=True):
-                reduction = FormedReduceScatter(unit, floor, self.communicators, found)
+                reduction = FormedReduceScatter(unit, floor, self.communicators, way, found)
                 self.reductions.append(reduction)
+                hook = _before(reduction.finish, found._all_reduce_hook)
+                self._set(found, "_all_reduce_hook", module.set_all_reduce_hook, hook)
                 force = module.set_force_sum_reduction_for_comms
                 self._set(found, "force_sum_reduction_for_comms", force, True)
                 place = module.set_custom_reduce_scatter
@@ -250,6 +253,17 @@ class Sharded:
             undo()
         self._undo.clear()
         self.ahead, self.communicators, self.reductions = None, None, []
+
+
+def _before(first: Callable[[Any], None], then: Callable[[Any], None] | None) -> Any:
+    """Both, where the program has one of its own."""
+
+    def hook(reduced: torch.Tensor) -> None:
+        first(reduced)
+        if then is not None:
+            then(reduced)
+
+    return hook
 
 
 def _floor(mode: str, floor: str | None) -> str:

@@ -20,6 +20,7 @@ that falls back to a milder form hands it on.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,17 +42,70 @@ logger = logging.getLogger("evener.fsdp")
 FORMS = ("exact", "bf16", "int8", "int4")
 
 
+class Way:
+    """Where messages of all units go between nodes: on two streams in turn.
+
+    So the next one is on its way to host memory while the last one is in the network. At most two
+    are on their way: what computes must not run further ahead, or all of them lie in memory.
+    """
+
+    def __init__(self, communicators: Communicators) -> None:
+        self.outer = communicators.route.outer
+        on_gpu = communicators.device.type == "cuda"
+        device = communicators.device
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if on_gpu else []
+        self._events: list[Any] = [None, None]
+        self._turn = 0
+
+    def wait(self) -> None:
+        """The current stream waits until one may follow."""
+        if (event := self._events[self._turn]) is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def all_to_all(self, sent: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """What came, [nodes, bytes] as `sent`, and the event after which it is there."""
+        if not self._streams:
+            got = torch.empty_like(sent)
+            self.outer.all_to_all(got.view(-1), sent.view(-1))
+            return got, None
+        stream = self._streams[self._turn]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            got = torch.empty_like(sent)
+            self.outer.all_to_all(got.view(-1), sent.view(-1))
+            event = self._events[self._turn] = stream.record_event()
+        sent.record_stream(stream)
+        self._turn = 1 - self._turn
+        return got, event
+
+
+@dataclass
+class _Flight:
+    """What is on its way for this rank's shard: [nodes, bytes], and its own part of the sum."""
+
+    code: _Blocks | _Cast
+    got: torch.Tensor
+    there: Any
+    own: torch.Tensor
+
+
 class FormedReduceScatter(ReduceScatter):
     """The reduce-scatter of one FSDP2 unit; give it to `FSDPModule.set_custom_reduce_scatter`.
+
+    And `finish` to `set_all_reduce_hook`, which runs on the stream behind: so FSDP2's next unit
+    waits until gradients are coded, and not until they have arrived.
 
     `form`: one of `FORMS`, from the next step on; "exact" is the collective library's sum. Call
     `set_force_sum_reduction_for_comms(True)` on the module: then every sum is a plain one, and
     FSDP2 divides. `checked`: measure what the guard judges, in the next call.
     """
 
-    def __init__(self, unit: Unit, form: str, communicators: Communicators, group: Any) -> None:
-        """`group`: FSDP2's parameter group."""
-        self.unit, self.communicators, self.group = unit, communicators, group
+    def __init__(
+        self, unit: Unit, form: str, communicators: Communicators, way: Way, group: Any
+    ) -> None:
+        """`group`: FSDP2's parameter group. `way`: the model's."""
+        self.unit, self.communicators, self.way, self.group = unit, communicators, way, group
+        self._flight: _Flight | None = None
         self.form = form
         route = communicators.route
         self.nodes, self.node = route.outer.size, route.outer.rank
@@ -63,7 +117,10 @@ class FormedReduceScatter(ReduceScatter):
         self._calls, self._odd = 0, False
         places = order(communicators)
         # Ranks as [local, node], where that is another order than their own.
-        self._order = sorted(range(len(places)), key=places.__getitem__)
+        self._order: torch.Tensor | None = None
+        if places != sorted(places):
+            by_place = sorted(range(len(places)), key=places.__getitem__)
+            self._order = torch.tensor(by_place, device=communicators.device)
 
     # What `guard.judge` asks of an exchange.
 
@@ -96,8 +153,8 @@ class FormedReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         """`output_tensor` [n] = the sum over ranks of row `rank` of `input_tensor` [world * n].
 
-        On the current stream. What is not finite arrives as NaN. Raises UsageError where `op` is
-        another one.
+        After `finish`. On the current stream. What is not finite arrives as NaN. Raises UsageError
+        where `op` is another one.
         """
         if op != dist.ReduceOp.SUM:
             raise UsageError(
@@ -118,12 +175,13 @@ class FormedReduceScatter(ReduceScatter):
         if form == "exact" and (self.residual is None or not whole):
             dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
             return None
+        self.way.wait()
         rows = self._in_node(input_tensor)
         factor, self.rescale = self.rescale, 1.0
         if self.residual is not None and not (isinstance(factor, float) and factor == 1.0):
             self.residual.mul_(factor.to(rows.device) if torch.is_tensor(factor) else factor)
         self._calls += 1
-        self._between(rows, form, output_tensor)
+        self._send(rows, form)
         return None
 
     def _in_node(self, flat: torch.Tensor) -> torch.Tensor:
@@ -132,55 +190,68 @@ class FormedReduceScatter(ReduceScatter):
         rows = flat.view(self.communicators.size, -1)
         if route.scatter is None:
             return rows
-        if self._order != list(range(len(self._order))):
-            rows = rows[self._order]
+        if self._order is not None:
+            rows = rows.index_select(0, self._order)
         found = torch.empty(self.nodes, rows.shape[1], dtype=rows.dtype, device=rows.device)
         dist.reduce_scatter_tensor(
             found.view(-1), rows.contiguous().view(-1), group=route.scatter.handle
         )
         return found
 
-    def _between(self, rows: torch.Tensor, form: str, output: torch.Tensor) -> None:
-        """`output` [n] = the sum over nodes of their row for this one. Overwrites `rows`."""
+    def _send(self, rows: torch.Tensor, form: str) -> None:
+        """Send each node its row; what is for this one is then on its way. Overwrites `rows`."""
         small = self.unit.small
         others = [node for node in range(self.nodes) if node != self.node]
-        norms = [torch.cat([piece.of(row) for piece in small]) if small else None for row in rows]
-        for node in others:
-            for piece in small:
-                piece.of(rows[node]).zero_()
         code = _code(form, rows.shape[1])
-        aside = 0 if norms[0] is None else padded(norms[0].nbytes, 16)
-        sent = torch.empty(self.nodes, code.size + aside, dtype=torch.uint8, device=rows.device)
+        norms = sum(piece.numel for piece in small) * rows.element_size()
+        size = code.size + padded(norms, 16)
+        sent = torch.empty(self.nodes, size, dtype=torch.uint8, device=rows.device)
         feeds = self.residual is not None or form == "int4"
         figures = []
         for at, node in enumerate(others):
+            if small:
+                target = sent[node, code.size : code.size + norms].view(rows.dtype)
+                torch.cat([piece.of(rows[node]) for piece in small], out=target)
+                torch._foreach_zero_([piece.of(rows[node]) for piece in small])
             kept = self._kept(rows)[at].float() if feeds else None
             key = int8.key(self._calls, self.unit.index, self.communicators.rank, node)
             code.write(rows[node], kept, sent[node, : code.size], key)
             if kept is not None:
                 self._kept(rows)[at].copy_(kept)
-            if (norm := norms[node]) is not None:
-                sent[node, code.size : code.size + norm.nbytes] = norm.view(torch.uint8)
             if self.checked:
                 figures.append(_figures(rows[node], kept, code, sent[node : node + 1]))
         if form in ("exact", "bf16"):
             self.residual = None  # it has been sent
-        got = torch.empty_like(sent)
-        self.communicators.route.outer.all_to_all(got.view(-1), sent.view(-1))
-        came = got if len(others) == self.nodes else got[others]
-        total = torch.empty(rows.shape[1], dtype=torch.float32, device=rows.device)
-        code.add_up(came, total)
-        total += rows[self.node]
-        if (norm := norms[self.node]) is not None:
-            for row in came:
-                values = row[code.size : code.size + norm.nbytes].view(norm.dtype)
-                for piece, part in zip(
-                    small, values.split([piece.numel for piece in small]), strict=True
-                ):
-                    piece.of(total).add_(part)
-        output.copy_(total)
         if figures:
             self.measured, self.checked = torch.stack(figures).sum(0), False
+        got, there = self.way.all_to_all(sent)
+        # A copy: FSDP2 takes the memory of `rows` back.
+        self._flight = _Flight(code, got, there, rows[self.node].clone())
+
+    def finish(self, output: torch.Tensor) -> None:
+        """`output` [n] <- the sum that the last call began, if it did, on the current stream."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        own, got, code = flight.own, flight.got, flight.code
+        if flight.there is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(flight.there)
+            for tensor in (got, own, output):
+                tensor.record_stream(stream)
+        # By views: a list of places would have the host wait for the device.
+        parts = [part for part in (got[: self.node], got[self.node + 1 :]) if len(part)]
+        came = parts[0] if len(parts) == 1 else torch.cat(parts)
+        total = torch.empty(own.numel(), dtype=torch.float32, device=own.device)
+        code.add_up(came, total)
+        total += own
+        for row in came if self.unit.small else ():
+            at = code.size
+            for piece in self.unit.small:
+                end = at + piece.numel * own.element_size()
+                piece.of(total).add_(row[at:end].view(own.dtype))
+                at = end
+        output.copy_(total)
 
     def _kept(self, rows: torch.Tensor) -> torch.Tensor:
         """The residual, [nodes - 1, n]; zeros at first."""
