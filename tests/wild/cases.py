@@ -68,16 +68,7 @@ DOORS = (
         env={"EVENER_HOROVOD_ZERO_STEP": "0"},
         ddp=False,
     ),
-    Door("fsdp", "EVENER_FSDP=exact, no line", env={"EVENER_FSDP": "exact"}, ddp=False),
-    Door(
-        "fsdp-int4",
-        "EVENER_FSDP=int4, no line",
-        env={"EVENER_FSDP": "int4"},
-        close=0.5,
-        ddp=False,
-    ),
 )
-SHARDED = ("fsdp", "fsdp-int4")
 
 # What is installed, and what of a package's own limits is set aside (as the project's own torch).
 ENVIRONMENTS = {
@@ -92,7 +83,6 @@ ENVIRONMENTS = {
         "sentence-transformers",
         "ultralytics",
         "datasets",
-        "torchtitan",
     ),
     "composer": ("mosaicml>=0.30",),
     # deepctr-torch imports requests and packaging, and does not ask for them.
@@ -141,18 +131,6 @@ CASES = (
     Case("lightning-residuals", "lightning", "residuals", args=("--lightning",), doors=("auto",)),
     Case(
         "lightning-topk", "lightning", "residuals", args=("--lightning", "--topk"), doors=("auto",)
-    ),
-    *(
-        Case(f"fsdp-{kind}", package, "sharded", args=(kind,), doors=SHARDED)
-        for kind, package in (
-            ("checkpointed", "transformers"),
-            ("mixtral", "transformers"),
-            ("dit", "diffusers"),
-            ("titan", "torchtitan"),
-            ("accelerate", "accelerate"),
-            ("trainer", "transformers"),
-            ("lightning", "lightning"),
-        )
     ),
     Case("timm", "timm", "timm_loop"),
     Case("peft", "peft", "peft_lora"),

@@ -106,17 +106,11 @@ def end() -> None:
 
 def _weights() -> dict[str, torch.Tensor]:
     return {
-        f"{index}.{name}": _whole(value).detach().to("cpu", copy=True)
+        f"{index}.{name}": value.detach().to("cpu", copy=True)
         for index, model in enumerate(_watched)
         for name, value in model.state_dict().items()
         if isinstance(value, torch.Tensor)
     }
-
-
-def _whole(value: Any) -> torch.Tensor:
-    """Of a sharded one all of it. Collective then."""
-    found: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return found
 
 
 def _parameters() -> set[str]:
