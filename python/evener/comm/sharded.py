@@ -224,18 +224,14 @@ class Sharded:
             unit = reduction.unit
             if not any(piece.name in state for piece in unit.pieces):
                 continue
-            owed = torch.zeros(unit.numel, dtype=torch.float32, device=self.options_device)
+            owed = torch.zeros(
+                unit.numel, dtype=torch.float32, device=reduction.communicators.device
+            )
             for piece in unit.pieces:
                 if piece.name in state:
                     given = piece_local(state[piece.name]).reshape(-1)
                     piece.of(owed)[: given.numel()].copy_(given)
             reduction.take_over(owed.mul_(reduction.divisor()))
-
-    @property
-    def options_device(self) -> torch.device:
-        """Where the shards are."""
-        assert self.communicators is not None
-        return self.communicators.device
 
     def _feeding(self) -> list[FormedReduceScatter]:
         """The units of which something may not be sent yet: equal before and after a restart."""
