@@ -19,18 +19,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from evener.base.given import fields, given
 from evener.embedding import Normal, Options, Uniform
 from evener.embedding.options import Init, Optimizer
 from evener.embedding.torch import lookups
-from evener.embedding.torch.inputs import Bags, check_ids
+from evener.embedding.torch.inputs import Bags, check_ids, is_jagged
 from evener.embedding.torch.jagged import Jagged, JaggedTensor, KeyedTensor
 from evener.embedding.torch.modules import DynamicEmbedding, DynamicEmbeddingBag, _Dynamic
 from evener.embedding.torch.plain import fill
+from evener.embedding.torch.pooled import Exchange, Feature
+from evener.embedding.torch.rows import HostRows
 from evener.errors import UsageError
 
+_SMALL = 8192
+"""A table of so few rows is likely sent whole: it costs its owner no row per sample."""
 _DTYPES = {"FP32": "f32", "FP16": "f16", "BF16": "bf16"}
 _DRAWN: dict[Any, Callable[..., Init]] = {
     nn.init.uniform_: lambda a=0.0, b=1.0: Uniform(a, b),
@@ -108,12 +113,14 @@ class _Collection(nn.Module):
         optimizer: Optimizer | Mapping[str, Optimizer] | None,
         prefix: str,
         rest: Mapping[str, Any],
+        resident: bool = False,
     ) -> None:
         super().__init__()
         self.configs = list(tables)
         names = [config.name for config in self.configs]
         if not names or not all(names) or len(set(names)) != len(names):
             raise UsageError(f"tables are named {names}", "give each table a name of its own")
+        self._homes = self._places(rest.get("group")) if resident else {}
         for what, each in {"optimizer": optimizer, **rest}.items():
             if isinstance(each, Mapping) and (unknown := set(each) - set(names)):
                 raise UsageError(
@@ -126,8 +133,30 @@ class _Collection(nn.Module):
         # What training has looked up, for `describe`: ids and samples of each table's features.
         self._seen = {c.name: [[0, 0] for _ in c.feature_names] for c in self.configs}
         self._steps_seen, self._last = 0, -1
+        self._exchange = self._resident() if resident else None
         used = [name for config in self.configs for name in config.feature_names]
         self._shared = {name for name in used if used.count(name) > 1}
+
+    def _places(self, group: Any) -> dict[str, int]:
+        """The rank of each table: the largest first, each to the rank that has the least.
+
+        Tables are weighed by their bytes, and by what they send: a row per sample and feature.
+        """
+        size = dist.get_world_size(group) if dist.is_initialized() else 1
+        sent, held, found = [0] * size, [0] * size, {}
+        for config in sorted(self.configs, key=lambda c: -c.num_embeddings * c.embedding_dim):
+            if getattr(config, "use_virtual_table", False):
+                raise UsageError(
+                    f"table {config.name!r} has use_virtual_table=True, and cannot be resident",
+                    "give num_embeddings, or leave resident=True out",
+                )
+            small = config.num_embeddings <= _SMALL
+            loads = held if small else sent
+            home = min(range(size), key=lambda rank: (loads[rank], held[rank]))
+            found[config.name] = home
+            sent[home] += 0 if small else config.embedding_dim * len(config.feature_names)
+            held[home] += config.num_embeddings * config.embedding_dim
+        return found
 
     def _made(
         self, config: Any, make: Any, optimizer: Any, prefix: str, rest: Mapping[str, Any]
@@ -155,6 +184,8 @@ class _Collection(nn.Module):
             if not isinstance(each, Mapping) or config.name in each
         }
         module: _Dynamic = make(config, options, prefix + config.name, how)
+        if self._homes:
+            self._settle(module, config)
         _ = module.table.sharded  # all ranks meet here, whether they have rows already or not
         if fills is not None and not len(module.store):
             weight = torch.empty(config.num_embeddings, config.embedding_dim)
@@ -163,8 +194,39 @@ class _Collection(nn.Module):
             fill(module, weight)
         return module
 
+    def _settle(self, module: _Dynamic, config: Any) -> None:
+        """All rows of this table belong to one rank."""
+        table = module.table
+        if not isinstance(table.rows, HostRows) or table._sharded is not None:
+            raise UsageError(
+                f"table {config.name!r} has a cache or was looked up, and cannot be resident",
+                "leave cache_rows out, and give the collection a prefix of its own",
+            )
+        if table.options["tier"] is not None:
+            raise UsageError(
+                f"table {config.name!r} has an SSD tier, and cannot be resident",
+                "leave storage or resident=True out",
+            )
+        table.home = self._homes[config.name]
+
     def _name(self, config: Any, feature: str) -> str:
         return f"{feature}@{config.name}" if feature in self._shared else feature
+
+    def _resident(self) -> Exchange:
+        tables = [module.table for module in self._modules_of]
+        ranks = {table.sharded.ranks for table in tables if table.sharded is not None}
+        alone = any(table.sharded is None for table in tables)
+        if len(ranks) + alone > 1:
+            raise UsageError(
+                "resident tables lie on different ranks", "give all of them one shard= and group="
+            )
+        features = [
+            Feature(name, i, _word(getattr(config, "pooling", "SUM")) == "MEAN", seen)
+            for i, config in enumerate(self.configs)
+            for name, seen in zip(config.feature_names, self._seen[config.name], strict=True)
+        ]
+        rows = [int(config.num_embeddings) for config in self.configs]
+        return Exchange(tables, rows, features, ranks.pop() if ranks else None)
 
     def _features(self, features: Any) -> list[list[JaggedTensor]]:
         """Features by table. Raises UsageError for one that is missing or out of range."""
@@ -212,13 +274,16 @@ class _Collection(nn.Module):
         return [(each, *more) for each, more in zip(values, rest, strict=True)]
 
     def _count(self, parts: list[list[JaggedTensor]]) -> None:
-        step = self._modules_of[0].table.step
-        self._steps_seen += step != self._last
-        self._last = step
+        self._count_step()
         for config, own in zip(self.configs, parts, strict=True):
             for count, feature in zip(self._seen[config.name], own, strict=True):
                 count[0] += feature.values().numel()
                 count[1] += feature.lengths().numel()
+
+    def _count_step(self) -> None:
+        step = self._modules_of[0].table.step
+        self._steps_seen += step != self._last
+        self._last = step
 
     def prefetch(self, features: Any) -> None:
         """Begin to fetch the rows of the next training batch, while this one trains.
@@ -226,6 +291,9 @@ class _Collection(nn.Module):
         The next training lookup must be of this very object, not changed since. Collective where
         tables are sharded.
         """
+        if self._exchange is not None:
+            self._exchange.prefetch(_even(features))
+            return
         lookups.prefetch(
             [
                 (
@@ -236,6 +304,23 @@ class _Collection(nn.Module):
                 for module, own in zip(self._modules_of, self._features(features), strict=True)
             ]
         )
+
+
+def _even(features: Any) -> Any:
+    """Features of one batch; nothing is read that is on a device."""
+    if not is_jagged(features) or not callable(getattr(features, "keys", None)):
+        raise UsageError(
+            f"features are a {type(features).__name__}",
+            "give a Jagged, or a KeyedJaggedTensor of torchrec",
+        )
+    check_ids(features.values())
+    own = getattr(features, "inverse_indices_or_none", lambda: None)()
+    if own is not None or len(set(features.stride_per_key())) > 1:
+        raise UsageError(
+            "resident tables take features of one batch, without inverse",
+            "expand the features, or make the collection without resident=True",
+        )
+    return features
 
 
 class EmbeddingBagCollection(_Collection):
@@ -250,6 +335,7 @@ class EmbeddingBagCollection(_Collection):
         *,
         optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
         prefix: str = "",
+        resident: bool = False,
         **rest: Any,
     ) -> None:
         """
@@ -257,6 +343,8 @@ class EmbeddingBagCollection(_Collection):
         is_weighted: multiply rows by the weights of the input; with pooling SUM.
         optimizer: of all tables, or by the name of a table; default: that of `Options`.
         prefix: before the names of tables, which are those of the process' stores.
+        resident: all rows lie on `device`, each table whole on one rank, which pools its bags. The
+            quickest where they fit. Rows of all ids are there from the start. Without weights.
         The rest is as in DynamicEmbedding, of all tables or by the name of a table.
 
         Raises UsageError for a configuration that cannot be.
@@ -270,7 +358,11 @@ class EmbeddingBagCollection(_Collection):
                 )
             return DynamicEmbeddingBag(options, name, mode=mode, device=device, **rest)
 
-        super().__init__(tables, make, optimizer, prefix, rest)
+        if resident and is_weighted:
+            raise UsageError(
+                "resident tables take no weight per id", "leave resident=True or the weights out"
+            )
+        super().__init__(tables, make, optimizer, prefix, rest, resident)
         self.is_weighted = is_weighted
         self.embedding_bags = _Tables(
             {c.name: module for c, module in zip(self.configs, self._modules_of, strict=True)}
@@ -286,6 +378,8 @@ class EmbeddingBagCollection(_Collection):
 
         A feature of two tables is named `feature@table`. Raises UsageError for what does not fit.
         """
+        if self._exchange is not None:
+            return self._pooled(self._exchange, features)
         jagged = Jagged.of(features)
         parts = self._features(jagged)
         pooled: dict[str, torch.Tensor] = {}
@@ -307,6 +401,16 @@ class EmbeddingBagCollection(_Collection):
                 "give inverse, which says the bag of each sample, or use an EmbeddingCollection",
             )
         return KeyedTensor(pooled)
+
+    def _pooled(self, exchange: Exchange, features: Any) -> KeyedTensor:
+        train = self._modules_of[0]._train()
+        found = lookups.pooled(exchange, _even(features), train)
+        if train:
+            self._count_step()
+        names = [
+            self._name(config, name) for config in self.configs for name in config.feature_names
+        ]
+        return KeyedTensor(dict(zip(names, found, strict=True)))
 
     def _weights(self, config: Any, own: list[JaggedTensor]) -> torch.Tensor | None:
         if not self.is_weighted:

@@ -161,6 +161,10 @@ class Jagged:
         """int64 [batch]: the bag of each sample; None where bags are the samples."""
         return None if self._inverse is None else self._inverse[self._keys.index(key)]
 
+    def inverse_indices_or_none(self) -> tuple[list[str], torch.Tensor] | None:
+        """The features' names, and int64 [features, batch]."""
+        return None if self._inverse is None else (self._keys, self._inverse)
+
     def to_torchrec(self) -> Any:
         """The same as torchrec's KeyedJaggedTensor, on the same memory. Needs torchrec."""
         from torchrec.sparse.jagged_tensor import (  # type: ignore[import-not-found]

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from evener.embedding.torch.pooled import Exchange, Way
+from evener.embedding.torch.resident import Arena, ResidentRows
 from evener.embedding.torch.sharded import Asked, Ranks
 from evener.embedding.torch.table import Ahead, Table
 
@@ -35,6 +37,24 @@ def look(asked: Sequence[tuple[Table, torch.Tensor]], train: bool) -> list[torch
         table.begin()
     anchor = torch.empty(0, requires_grad=True)
     return list(_Look.apply(anchor, asked))
+
+
+def pooled(exchange: Exchange, given: Any, train: bool) -> list[torch.Tensor]:
+    """float32 [batch, dim] for each feature of a resident collection. Collective on several ranks.
+
+    `train`: with a gradient. Raises UsageError as `look` does, and for ids that have no row.
+    """
+    if train:
+        for table in exchange.tables:
+            table.begin()
+    way = exchange.way(given)
+    if not train:
+        return exchange.values(way)
+    for feature, ids in zip(exchange.features, way.seen, strict=True):
+        feature.seen[0] += ids
+        feature.seen[1] += way.layout.batch
+    anchor = torch.empty(0, requires_grad=True)
+    return list(_Pooled.apply(anchor, exchange, way))
 
 
 def prefetch(asked: Sequence[tuple[Table, torch.Tensor, torch.Tensor]]) -> None:
@@ -62,9 +82,14 @@ def exchange(tables: Sequence[Table]) -> list[Table]:
     waits: dict[Ranks, list[tuple[Table, Any, torch.Tensor | None]]] = {}
     touched = []
     for table in tables:
+        together, table.together = table.together, []
+        for of, way, gradients in together:
+            touched += of.give(way, gradients)
+    for table in tables:
         local, table.local = table.local, []
         if table.sharded is None:
-            touched.append(table)
+            if table not in touched:
+                touched.append(table)
         elif local:
             waits.setdefault(table.sharded.ranks, []).extend((table, *each) for each in local)
     for ranks, each in waits.items():
@@ -78,7 +103,66 @@ def exchange(tables: Sequence[Table]) -> list[Table]:
         for table, wrong in bad.items():
             table.flag(wrong)
             touched.append(table)
-    return sorted(touched, key=lambda table: table.number)
+    return sorted(set(touched), key=lambda table: table.number)
+
+
+def check(tables: Sequence[Table]) -> None:
+    """Raise UsageError where a gradient that waits is not finite. Nothing is changed."""
+    parts = []
+    for arena in _arenas(tables):
+        assert arena.pending is not None
+        parts.append(arena.pending.sums)
+    inside = {id(table) for arena in _arenas(tables) for table, _ in arena.pending.pieces}  # type: ignore[union-attr]
+    for table in tables:
+        parts += [flag for _, flag in table.overflow.pieces]
+        if id(table) not in inside:
+            parts += [gradients for _, gradients in table.waiting.pieces]
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for part in parts:
+        by_device.setdefault(part.device, []).append(part.isfinite().all())
+    for each in by_device.values():
+        if not bool(torch.stack(each).all()):
+            for table in tables:
+                table.check()
+
+
+def apply(tables: Sequence[Table], rates: Sequence[float]) -> None:
+    """One step of each table with all that waits in it, which is finite; arenas at once."""
+    rate = dict(zip(map(id, tables), rates, strict=True))
+    done = set()
+    for arena in _arenas(tables):
+        pending, arena.pending = arena.pending, None
+        assert pending is not None
+        own = [table for table, _ in pending.pieces]
+        one = {(rate[id(table)], table.step, table.rows.t) for table in own}  # type: ignore[attr-defined]
+        if len(one) > 1:
+            continue
+        ((lr, step, t),) = one
+        arena.step(pending.places, pending.sums, step, t + 1, lr)
+        for table in own:
+            table.rows.count_step(step, lr)  # type: ignore[attr-defined]
+            table.stepped()
+            done.add(id(table))
+    for table, lr in zip(tables, rates, strict=True):
+        if id(table) not in done:
+            table.apply(lr)
+
+
+def _arenas(tables: Sequence[Table]) -> list[Arena]:
+    """Those of which all that waits can be stepped at once."""
+    there = {id(table) for table in tables}
+    found = {
+        id(rows.arena): rows.arena
+        for table in tables
+        if isinstance(rows := table.rows, ResidentRows)
+    }
+    return [
+        arena
+        for arena in found.values()
+        if arena.pending is not None
+        and arena.pending.whole
+        and all(id(table) in there for table, _ in arena.pending.pieces)
+    ]
 
 
 def _asked(table: Table, keys: torch.Tensor | None, step: int | None) -> Asked:
@@ -120,6 +204,14 @@ class _Pass:
         self._lock = threading.Lock()
         self._tables: dict[int, Table] = {}
         self._kept: list[tuple[Table, Any, torch.Tensor | None]] = []
+        self._together: list[tuple[Exchange, Way, tuple[torch.Tensor | None, ...]]] = []
+
+    def add_pooled(
+        self, of: Exchange, way: Way, gradients: tuple[torch.Tensor | None, ...]
+    ) -> None:
+        with self._lock:
+            self._tables.update((table.number, table) for table in of.tables)
+            self._together.append((of, way, gradients))
 
     def add(self, table: Table, way: Any, gradients: torch.Tensor | None) -> None:
         if gradients is None and table.sharded is None:
@@ -136,17 +228,18 @@ class _Pass:
         tables = [table for _, table in sorted(self._tables.items())]
         for table, way, gradients in self._kept:
             table.keep(way, gradients)
+        for each in self._together:
+            each[0].tables[0].together.append(each)
         touched = exchange([table for table in tables if table.exchanges])
         fused = [table for table in touched if table.fused]
         try:
             # The store refuses a gradient that is not finite; with several tables or ranks nothing
             # may have been changed before it does.
+            if len(fused) > 1 or any(table.sharded is not None for table in fused):
+                check(fused)
+            waits = [table for table in fused if table.waiting.pieces]
+            apply(waits, [table.lr for table in waits])
             for table in fused:
-                if len(fused) > 1 or table.sharded is not None:
-                    table.check()
-            for table in fused:
-                if table.waiting.pieces:
-                    table.apply(table.lr)
                 table.step += 1
         finally:
             for table in fused:
@@ -199,3 +292,24 @@ class _Look(torch.autograd.Function):
         for table, way, gradient in zip(ctx.tables, ctx.ways, gradients, strict=True):
             current.add(table, way, None if gradient is None else gradient.float())
         return None, None
+
+
+class _Pooled(torch.autograd.Function):
+    """A lookup of a resident collection, pooled by the owners. The anchor is as in `_Look`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,  # noqa: ARG004 - makes autograd come back here
+        exchange: Exchange,
+        way: Way,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange, ctx.way = exchange, way
+        ctx.set_materialize_grads(False)
+        return tuple(exchange.values(way))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        _BACKWARD.current().add_pooled(ctx.exchange, ctx.way, gradients)
+        return None, None, None

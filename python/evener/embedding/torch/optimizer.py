@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from evener.base.given import given
-from evener.embedding.torch.lookups import exchange
+from evener.embedding.torch.lookups import apply, check, exchange
 from evener.embedding.torch.modules import _Dynamic
 from evener.embedding.torch.sharded import Ranks
 from evener.embedding.torch.table import Table
@@ -118,10 +118,9 @@ class DynamicOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         _exchange_rest(self.tables)
+        check(self.tables)
+        apply(self.tables, [float(group["lr"]) for group in self._own])
         for table in self.tables:
-            table.check()
-        for table, group in zip(self.tables, self._own, strict=True):
-            table.apply(float(group["lr"]))
             table.step += 1
         if self._dense is not None:
             self._dense.step()
@@ -201,7 +200,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 def _exchange_rest(found: list[Table]) -> None:
     """Bring the gradients of backward passes that ended in `no_sync` to their owners."""
-    if rest := [table for table in found if table.local]:
+    if rest := [table for table in found if table.local or table.together]:
         exchange(rest)
 
 

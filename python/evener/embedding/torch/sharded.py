@@ -185,7 +185,7 @@ class Stage:
         narrow = torch.int16 if n * self.size < 2**15 else torch.int32
         to = torch.cat(
             [
-                (hashes(each.keys) // self.stride % self.size + i * self.size).to(narrow)
+                (each.table.hashes(each.keys) // self.stride % self.size + i * self.size).to(narrow)
                 for i, each in enumerate(asked)
             ]
         )
@@ -290,6 +290,9 @@ class Ranks:
             near = [False] * len(inner)
             self.first = Stage(route.scatter.handle, route.scatter.rank, 1, self.first, near)
         self.hosts, self._levels = route.levels.nodes, route.levels
+        # Of one flat exchange: the group of all ranks, who has which place, and who is elsewhere.
+        self.everyone = group or dist.group.WORLD
+        self.remote = [host != mine for host in hosts]
 
     @classmethod
     def of(cls, device: torch.device, group: dist.ProcessGroup | None) -> Ranks:
@@ -307,6 +310,12 @@ class Ranks:
         levels = self._levels
         inner = levels.inner.index(self.rank)
         return levels.outer.index(self.rank) * len(levels.inner) + inner
+
+    def places(self) -> list[int]:
+        """The place of each rank. Collective."""
+        told = torch.zeros(self.size, dtype=torch.float64)
+        told[self.rank] = self.place
+        return [int(each) for each in self.sum(told)]
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
         """The largest of all ranks' numbers, each by itself."""
@@ -363,12 +372,23 @@ class Sharded:
     """
 
     def __init__(
-        self, rows: Rows, dim: int, forms: tuple[Form, Form], traffic: Traffic, ranks: Ranks
+        self,
+        rows: Rows,
+        dim: int,
+        forms: tuple[Form, Form],
+        traffic: Traffic,
+        ranks: Ranks,
+        home: int | None = None,
     ) -> None:
+        """home: the `place` of the rank that owns all rows; None: rows are spread."""
         self.rows, self.dim, self.forms, self.traffic = rows, dim, forms, traffic
-        self.ranks = ranks
+        self.ranks, self.home = ranks, home
         self.size, self.place = ranks.size, ranks.place
 
     def owner(self, keys: torch.Tensor) -> torch.Tensor:
         """The rank of each key, by the number that `place` gives this rank."""
-        return hashes(keys) % self.size
+        return self.hashes(keys) % self.size
+
+    def hashes(self, keys: torch.Tensor) -> torch.Tensor:
+        """int64 [n], at least 0: what says which rank owns each key."""
+        return hashes(keys) if self.home is None else torch.full_like(keys, self.home)

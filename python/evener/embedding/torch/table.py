@@ -132,6 +132,8 @@ class Table:
         self.local: list[tuple[Any, torch.Tensor | None]] = []  # gradients of this rank
         self.exchanges = True
         self._sharded: Sharded | None = None
+        self.home: int | None = None  # the owner of all rows, where they are not spread
+        self.together: list[Any] = []  # lookups of a resident collection, not exchanged yet
         self._ahead: Ahead | None = None
         self._looked = False  # in training, since the last step
 
@@ -156,8 +158,16 @@ class Table:
             size = dist.get_world_size(self._group)
             if size > 1:
                 ranks = Ranks.of(self.device, self._group)
-                self._sharded = Sharded(self.rows, self.dim, self._forms, self.traffic, ranks)
+                self._sharded = Sharded(
+                    self.rows, self.dim, self._forms, self.traffic, ranks, self.home
+                )
         return self._sharded
+
+    def reside(self, rows: Rows) -> None:
+        """From now on rows are these. Nothing was looked up yet."""
+        self.rows = rows
+        if self._sharded is not None:
+            self._sharded.rows = rows
 
     @property
     def repeats(self) -> bool:
@@ -269,6 +279,10 @@ class Table:
             keys = torch.empty(0, dtype=torch.int64, device=self.device)
             gradients = torch.empty(0, self.dim, device=self.device)
         self.rows.write(keys, gradients, self.step, lr)
+        self.stepped()
+
+    def stepped(self) -> None:
+        """A step was done with all that waited."""
         self._looked = False
         self.discard()
         self._write_record()
@@ -292,6 +306,7 @@ class Table:
     def discard(self) -> None:
         """Forget the gradients that wait."""
         self.waiting.pieces, self.overflow.pieces, self.local = [], [], []
+        self.together = []
 
     def evict(self) -> int:
         """Apply the eviction policy now; how many rows of this rank went."""

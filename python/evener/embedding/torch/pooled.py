@@ -1,0 +1,679 @@
+"""Bags of resident tables: pooled by the rank that owns the table, all tables in one exchange.
+
+A table lies whole on one rank. A rank sends the owner the ids of its bags, and the owner sends back
+a row per bag. Where a table has fewer rows than the batch has bags, it is cheaper the other way
+round: the owner sends the table, no ids travel, and the rank pools by itself. Both sides know from
+the batch size which it is. Gradients take the same way: a row per bag, or a row per row of a table
+that was sent, with a flag for those that are in a bag.
+
+A step has four collectives, on any number of hosts: sizes, ids, rows, gradients. The host waits for
+the device where it must know how much comes, and nowhere else.
+
+The owner sums gradients in the order of ranks, so the sum is the same in every run. What is not
+finite is found as in `sharded`: by bounds that go with the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+
+from evener.embedding.torch.forms import Form, decode, encode, width
+from evener.embedding.torch.resident import Arena, Pending
+from evener.embedding.torch.sharded import _ABSENT, _SAFE, Ranks, _added
+from evener.embedding.torch.table import Table
+from evener.embedding.torch.waiting import summed
+from evener.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A column of the result. `table`: its number in the collection; `mean`: divide by lengths;
+    `seen`: ids and samples that training has looked up."""
+
+    name: str
+    table: int
+    mean: bool
+    seen: list[int]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tables of one dim, one optimizer, and one way to cross. `owned[r]`: tables of rank r, in the
+    order of their arena there; those that are sent whole for a large batch are the last."""
+
+    dim: int
+    forms: tuple[Form, Form]
+    average: bool
+    owned: list[list[int]]
+
+
+@dataclass
+class Side:
+    """Features of a group that cross in one way, in the order in which they cross: by owner.
+
+    `features`: their numbers; `inputs`: which input each reads, on the device; `bases`: what is
+    added to its ids; `cuts`: how many of each owner.
+    """
+
+    features: list[int]
+    inputs: torch.Tensor
+    bases: torch.Tensor
+    cuts: list[int]
+    places: list[int]  # `inputs`, on the host
+    tables: torch.Tensor  # the table of each
+    means: torch.Tensor | None  # bool [features, 1]: whose sums are divided; None: of none
+
+
+@dataclass
+class Layout:
+    """What a batch of `batch` samples of these inputs needs, of each group."""
+
+    batch: int
+    at: torch.Tensor  # where each input begins, among offsets
+    limits: torch.Tensor  # rows of the smallest table of each input
+    bags: list[Side]
+    whole: list[Side]
+    sent: list[list[int]]  # rows of each owner's tables that are sent whole
+    lies: list[torch.Tensor]  # the table of each such row, of all owners
+    mask: torch.Tensor  # [owners * groups, inputs]: whose ids go where
+
+
+@dataclass
+class Way:
+    """One lookup: how its ids went, for rows to come back and gradients to follow."""
+
+    layout: Layout
+    lengths: list[torch.Tensor]  # of each group's features: those of bags, then of whole tables
+    ids: list[torch.Tensor]  # of whole tables, and where bags of them end
+    ends: list[torch.Tensor]
+    batches: list[int]  # of each rank
+    asked: list[torch.Tensor]  # rows that all ranks ask this one for, of each group
+    stops: list[torch.Tensor]
+    counts: list[list[int]]  # bags that each rank asks for, of each group
+    seen: list[int]  # ids of each feature
+
+
+def pool(ids: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """[bags, dim]: sums of rows."""
+    if not ids.numel():
+        return rows.new_zeros(ends.numel() - 1, rows.shape[1])
+    return F.embedding_bag(ids, rows, ends, mode="sum", include_last_offset=True)
+
+
+def spread(
+    gradients: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, n: int
+) -> torch.Tensor:
+    """[n, dim]: each row's sum of the gradients [bags, dim] of its bags, in their order."""
+    if not ids.numel() or not n:
+        return gradients.new_zeros(n, gradients.shape[1])
+    count = torch.arange(len(gradients), dtype=ids.dtype, device=ids.device)
+    of = torch.repeat_interleave(count, lengths, output_size=ids.numel())
+    found: torch.Tensor = torch.ops.aten._embedding_bag_dense_backward(
+        gradients, ids, of, lengths, ids[:0], n, False, 0, None
+    )
+    return found
+
+
+class Exchange:
+    """The tables of one collection, and where each lies."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        rows: Sequence[int],
+        features: Sequence[Feature],
+        ranks: Ranks | None,
+    ) -> None:
+        """Collective where there are `ranks`."""
+        self.tables, self.rows, self.features = list(tables), list(rows), list(features)
+        self.device, self.ranks = tables[0].device, ranks
+        self.size, self.rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
+        places = [0] if ranks is None else ranks.places()
+        self.owner = [places.index(table.home or 0) for table in tables]
+        self.remote = [False] if ranks is None else ranks.remote
+        self.of_table = [
+            [i for i, each in enumerate(features) if each.table == t] for t in range(len(tables))
+        ]
+        self.groups, self.arenas = self._grouped()
+        self._layouts: dict[Any, Layout] = {}
+        self._ahead: tuple[torch.Tensor, int, Way, Any] | None = None
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def _grouped(self) -> tuple[list[Group], list[Arena | None]]:
+        kinds: dict[Any, list[int]] = {}
+        for t, table in enumerate(self.tables):
+            optimizer = {k: v for k, v in table.options["optimizer"].items() if k != "lr"}
+            kind = (table.dim, str(optimizer), table.options["dtype"], table._forms, table.average)
+            kinds.setdefault(kind, []).append(t)
+        groups, arenas = [], []
+        for (dim, *_, forms, average), members in kinds.items():
+            # What a table costs more as rows than as bags grows with the rows per feature.
+            members.sort(key=lambda t: (-self.rows[t] / len(self.of_table[t]), t))
+            owned = [[t for t in members if self.owner[t] == r] for r in range(self.size)]
+            groups.append(Group(dim, forms, average, owned))
+            mine, arena = owned[self.rank], None
+            if mine:
+                stores = [self.tables[t]._store for t in mine]
+                arena = Arena(stores, [self.rows[t] for t in mine], self.device)
+                if len(arena.weight) >= 2**31:
+                    raise UsageError(
+                        f"tables of dim {dim} have {len(arena.weight)} rows on one rank",
+                        "resident=True has room for 2^31: take more ranks, or leave it out",
+                    )
+                for t, rows in zip(mine, arena.rows, strict=True):
+                    self.tables[t].reside(rows)
+            arenas.append(arena)
+        return groups, arenas
+
+    def _first_whole(self, group: Group, owner: int, batch: int) -> int:
+        """How many of an owner's tables a rank with this batch asks for bags."""
+        for i, t in enumerate(group.owned[owner]):
+            if self.rows[t] <= batch * len(self.of_table[t]):
+                return i
+        return len(group.owned[owner])
+
+    def _sent(self, group: Group, owner: int, batch: int) -> tuple[int, int, int]:
+        """Bags that a rank with this batch gets from an owner; the first row that it gets, and the
+        last."""
+        first = self._first_whole(group, owner, batch)
+        tables = group.owned[owner]
+        bags = batch * sum(len(self.of_table[t]) for t in tables[:first])
+        before = sum(self.rows[t] for t in tables[:first])
+        return bags, before, before + sum(self.rows[t] for t in tables[first:])
+
+    def _layout(self, inputs: tuple[str, ...], batch: int) -> Layout:
+        known = self._layouts.get((inputs, batch))
+        if known is not None:
+            return known
+        number = {name: i for i, name in enumerate(inputs)}
+        for feature in self.features:
+            if feature.name not in number:
+                raise UsageError(
+                    f"table {self.tables[feature.table].name!r} looks up feature "
+                    f"{feature.name!r}, which is not given",
+                    f"features given: {', '.join(inputs)}",
+                )
+        limits = [-1] * len(inputs)
+        for feature in self.features:
+            i, most = number[feature.name], self.rows[feature.table]
+            limits[i] = most if limits[i] < 0 else min(limits[i], most)
+        bags: list[Side] = []
+        whole: list[Side] = []
+        sent, lies = [], []
+        mask = torch.zeros(self.size, len(self.groups), len(inputs), dtype=torch.int64)
+        for g, group in enumerate(self.groups):
+            sides: list[tuple[list[int], list[int], list[int]]] = [([], [], []), ([], [], [])]
+            rows_sent, of_rows, received = [], [], 0
+            for owner, tables in enumerate(group.owned):
+                first = self._first_whole(group, owner, batch)
+                start = 0
+                for side, part in zip(sides, (tables[:first], tables[first:]), strict=True):
+                    before = len(side[0])
+                    for t in part:
+                        base = start if side is sides[0] else received
+                        side[0].extend(self.of_table[t])
+                        side[1].extend([base] * len(self.of_table[t]))
+                        start += self.rows[t]
+                        if side is sides[1]:
+                            received += self.rows[t]
+                            of_rows.append(torch.full((self.rows[t],), t))
+                        else:
+                            for f in self.of_table[t]:
+                                mask[owner, g, number[self.features[f].name]] += 1
+                    side[2].append(len(side[0]) - before)
+                rows_sent.append(sum(self.rows[t] for t in tables[first:]))
+            for side, to in zip(sides, (bags, whole), strict=True):
+                places = [number[self.features[f].name] for f in side[0]]
+                own = [self.features[f] for f in side[0]]
+                means = self._up([f.mean for f in own]).bool().unsqueeze(1)
+                to.append(
+                    Side(
+                        side[0],
+                        self._up(places),
+                        self._up(side[1]),
+                        side[2],
+                        places,
+                        self._up([f.table for f in own]),
+                        means if any(f.mean for f in own) else None,
+                    )
+                )
+            sent.append(rows_sent)
+            lies.append(torch.cat([torch.empty(0, dtype=torch.int64), *of_rows]).to(self.device))
+        made = Layout(
+            batch,
+            torch.arange(len(inputs) + 1, device=self.device) * batch,
+            self._up(limits),
+            bags,
+            whole,
+            sent,
+            lies,
+            mask.view(-1, len(inputs)).to(self.device),
+        )
+        if len(self._layouts) > 16:
+            self._layouts.clear()
+        self._layouts[(inputs, batch)] = made
+        return made
+
+    def _up(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64).to(self.device)
+
+    def _swap(self, parts: Sequence[torch.Tensor], came: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """All-to-all: part r to rank r; what came from each rank, whose sizes are known."""
+        if self.ranks is None:
+            return (parts[0],)
+        data = torch.cat(list(parts))
+        received = data.new_empty(sum(came))
+        sizes = [part.numel() for part in parts]
+        dist.all_to_all_single(received, data, list(came), sizes, group=self.ranks.everyone)
+        return tuple(received.split(list(came)))
+
+    # Ids go.
+
+    def prefetch(self, given: Any) -> None:
+        """Send the ids of the next batch ahead, while this one trains. Collective."""
+        values, ends = given.values(), given.offsets()
+        ready = None
+        if self._side is None:
+            way = self.route(given)
+        else:
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._side):
+                way = self.route(given)
+            ready = self._side.record_event()
+            for part in (values, ends):
+                if part.device == self.device:
+                    part.record_stream(self._side)
+        self._ahead = (values, values._version, way, ready)
+
+    def way(self, given: Any) -> Way:
+        """How this batch's ids went: ahead, or now."""
+        ahead, self._ahead = self._ahead, None
+        values = given.values()
+        if ahead is None or ahead[0] is not values or ahead[1] != values._version:
+            return self.route(given)
+        _, _, way, ready = ahead
+        if ready is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(ready)
+            for part in (*way.lengths, *way.ids, *way.ends, *way.asked, *way.stops):
+                part.record_stream(stream)
+        return way
+
+    @torch.no_grad()
+    def route(self, given: Any) -> Way:
+        """Send the ids of bags to their owners. Collective.
+
+        Raises UsageError, on all ranks, for what does not fit.
+        """
+        inputs = tuple(given.keys())
+        values: torch.Tensor = given.values().to(self.device)
+        ends = given.offsets().to(self.device)
+        batch = (ends.numel() - 1) // max(1, len(inputs))
+        layout = self._layout(inputs, batch)
+        lengths = ends.diff()
+        at = ends[layout.at]
+        each = at.diff()
+        which = torch.searchsorted(
+            at[1:].contiguous(), torch.arange(len(values), device=at.device), right=True
+        )
+        most = layout.limits[which.clamp_(max=len(inputs) - 1)]
+        wrong = ((values < 0) | (values >= most)) & (most >= 0)
+        odd = (ends[0] != 0) | (ends[-1] != len(values)) | (lengths < 0).any()
+        bad = torch.stack((wrong.any(), odd)).long()
+        goes = (layout.mask * each).sum(1).view(self.size, -1)
+        told = torch.cat(
+            (bad.sum().expand(self.size, 1), goes.new_full((self.size, 1), batch), goes), 1
+        )
+        came = torch.cat(self._swap(list(told), [told.shape[1]] * self.size)).view(self.size, -1)
+        known = torch.cat((bad, at, came.flatten(), goes.flatten())).tolist()
+        bad_here, start, told_by = known[:2], known[2 : 3 + len(inputs)], known[3 + len(inputs) :]
+        half = came.numel()
+        of = [told_by[r * came.shape[1] : (r + 1) * came.shape[1]] for r in range(self.size)]
+        self._refuse(bad_here, any(each[0] for each in of), values, which, most, inputs, wrong)
+        goes_to, n = told_by[half:], len(self.groups)
+
+        def taken(side: Side) -> torch.Tensor:
+            """Ids of these features, one behind another."""
+            if not side.features:
+                return values.new_empty(0).int()
+            parts = [values[start[i] : start[i + 1]] for i in side.places]
+            total = sum(map(len, parts))
+            bases = torch.repeat_interleave(side.bases, each[side.inputs], output_size=total)
+            return (torch.cat(parts) + bases).int()
+
+        by_input = lengths.view(len(inputs), batch).int()
+        long = [by_input[side.inputs] for side in layout.bags]
+        ids = [taken(side) for side in layout.bags]
+        bodies: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
+        for g, side in enumerate(layout.bags):
+            parts = ids[g].split([goes_to[r * n + g] for r in range(self.size)])
+            for r, (of_ids, of_lengths) in enumerate(
+                zip(parts, long[g].split(side.cuts), strict=True)
+            ):
+                bodies[r] += [of_lengths.flatten(), of_ids]
+        batches = [each[1] for each in of]
+        counts = [[self._sent(group, self.rank, b)[0] for b in batches] for group in self.groups]
+        sizes = [
+            [x for g in range(n) for x in (counts[g][r], of[r][2 + g])] for r in range(self.size)
+        ]
+        arrived = self._swap([torch.cat(body) for body in bodies], [sum(each) for each in sizes])
+        pieces = [part.split(each) for part, each in zip(arrived, sizes, strict=True)]
+        asked = [torch.cat([p[2 * g + 1] for p in pieces]) for g in range(n)]
+        stops = [_ends(torch.cat([p[2 * g] for p in pieces])) for g in range(n)]
+        near = [taken(side) for side in layout.whole]
+        short = [by_input[side.inputs] for side in layout.whole]
+        self._count_keys(layout, start)
+        return Way(
+            layout,
+            [torch.cat(each) for each in zip(long, short, strict=True)],
+            near,
+            [_ends(each.flatten()) for each in short],
+            batches,
+            asked,
+            stops,
+            counts,
+            [start[i + 1] - start[i] for i in map(inputs.index, (f.name for f in self.features))],
+        )
+
+    def _refuse(
+        self,
+        bad: list[int],
+        any_bad: bool,
+        values: Any,
+        which: Any,
+        most: Any,
+        inputs: Any,
+        wrong: Any,
+    ) -> None:
+        if not any_bad:
+            return
+        if bad[1]:
+            raise UsageError(
+                f"lengths of {len(inputs)} features do not fit {len(values)} ids",
+                "give a length per feature and sample, whose sum is the number of ids",
+            )
+        if bad[0]:
+            at = int(torch.nonzero(wrong)[0])
+            raise UsageError(
+                f"feature {inputs[int(which[at])]!r} has id {int(values[at])}, and its table has "
+                f"num_embeddings={int(most[at])}",
+                "give ids from 0; tables of any id cannot be resident",
+            )
+        raise UsageError("another rank's features do not fit", "its own error says why")
+
+    def _count_keys(self, layout: Layout, start: list[int]) -> None:
+        """Bytes of ids and lengths; sizes count for the first table."""
+        for side in layout.bags:
+            for f, i in zip(side.features, side.places, strict=True):
+                t = self.features[f].table
+                self._add(t, "keys", 4 * (start[i + 1] - start[i] + layout.batch), self.owner[t])
+        for r in range(self.size):
+            self._add(0, "counts", 8 * (2 + len(self.groups)), r)
+
+    def _add(self, table: int, what: str, n: int, peer: int) -> None:
+        if peer != self.rank:
+            self.tables[table].traffic.count(what if self.remote[peer] else "inside", n)
+
+    # Rows come.
+
+    def _form(self, form: Form, peer: int) -> Form:
+        return form if self.remote[peer] else "exact"
+
+    @torch.no_grad()
+    def values(self, way: Way) -> list[torch.Tensor]:
+        """[batch, dim] of each feature. Collective."""
+        layout = way.layout
+        parts: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
+        for g, (group, arena) in enumerate(zip(self.groups, self.arenas, strict=True)):
+            if arena is None:
+                continue
+            arena.ready()
+            pooled = pool(way.asked[g], arena.weight, way.stops[g]).split(way.counts[g])
+            for r, batch in enumerate(way.batches):
+                _, first, last = self._sent(group, self.rank, batch)
+                form = self._form(group.forms[0], r)
+                parts[r] += [_coded(pooled[r], form), _coded(arena.weight[first:last], form)]
+                self._count_rows(group, "values", batch, self.rank, r)
+        sizes = [
+            [x for g, group in enumerate(self.groups) for x in self._back(layout, g, group, r)]
+            for r in range(self.size)
+        ]
+        whole = [
+            torch.cat(part) if part else torch.empty(0, dtype=torch.uint8, device=self.device)
+            for part in parts
+        ]
+        arrived = self._swap(whole, [sum(each) for each in sizes])
+        pieces = [part.split(each) for part, each in zip(arrived, sizes, strict=True)]
+        found: list[Any] = [None] * len(self.features)
+        for g, group in enumerate(self.groups):
+            forms = [self._form(group.forms[0], r) for r in range(self.size)]
+            bags, rows = (
+                torch.cat(
+                    [
+                        _plain(p[2 * g + i], form, group.dim)
+                        for p, form in zip(pieces, forms, strict=True)
+                    ]
+                )
+                for i in (0, 1)
+            )
+            near = pool(way.ids[g], rows, way.ends[g])
+            sides = (layout.bags[g], layout.whole[g])
+            lengths = way.lengths[g].split([len(side.features) for side in sides])
+            for side, each, long in zip(sides, (bags, near), lengths, strict=True):
+                if not side.features:
+                    continue
+                each = self._divided(
+                    side, each.view(len(side.features), layout.batch, group.dim), long
+                )
+                for f, part in zip(side.features, each.unbind(0), strict=True):
+                    found[f] = part
+        return found
+
+    def _back(self, layout: Layout, g: int, group: Group, owner: int) -> tuple[int, int]:
+        """Bytes of bags and of rows that an owner sends."""
+        each = width(self._form(group.forms[0], owner), group.dim)
+        return layout.bags[g].cuts[owner] * layout.batch * each, layout.sent[g][owner] * each
+
+    def _count_rows(self, group: Group, what: str, batch: int, owner: int, peer: int) -> None:
+        """Bytes of rows between an owner and a rank with this batch, one way."""
+        other = peer if owner == self.rank else owner
+        if other == self.rank:
+            return
+        form = group.forms[0 if what == "values" else 1]
+        each = width(self._form(form, other), group.dim)
+        first = self._first_whole(group, owner, batch)
+        for i, t in enumerate(group.owned[owner]):
+            n = batch * len(self.of_table[t]) if i < first else self.rows[t]
+            self._add(t, what, n * each, other)
+
+    def _divided(self, side: Side, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """[features, batch, dim], those of tables with pooling MEAN divided by their lengths."""
+        if side.means is None:
+            return rows
+        parts = torch.where(side.means, lengths.clamp(min=1), torch.ones_like(lengths))
+        return rows / parts.unsqueeze(2)
+
+    # Gradients go.
+
+    @torch.no_grad()
+    def give(self, way: Way, gradients: Sequence[torch.Tensor | None]) -> list[Table]:
+        """Bring gradients [batch, dim] of each feature to the owners, None where there is none.
+
+        The tables that any rank has some for. Collective.
+        """
+        layout = way.layout
+        used = [gradient is not None for gradient in gradients]
+        idle = [t for t, of in enumerate(self.of_table) if not any(used[f] for f in of)]
+        bounds = torch.zeros(len(self.tables), device=self.device)
+        parts: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
+        tail: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
+        for g, group in enumerate(self.groups):
+            bags, near = (
+                self._stacked(side, gradients, group.dim, layout.batch)
+                for side in (layout.bags[g], layout.whole[g])
+            )
+            lengths = way.lengths[g].split(
+                [len(side.features) for side in (layout.bags[g], layout.whole[g])]
+            )
+            bags, near = (
+                self._divided(side, each, long)
+                for side, each, long in zip(
+                    (layout.bags[g], layout.whole[g]), (bags, near), lengths, strict=True
+                )
+            )
+            total = sum(layout.sent[g])
+            rows = spread(near.flatten(0, 1), way.ids[g], lengths[1].flatten(), total)
+            if layout.bags[g].features and layout.batch:
+                bounds.scatter_reduce_(0, layout.bags[g].tables, _largest(bags.flatten(1)), "amax")
+            bounds.scatter_reduce_(0, layout.lies[g], _largest(rows), "amax")
+            flags = torch.zeros(total, dtype=torch.uint8, device=self.device)
+            flags[way.ids[g].long()] = 1
+            for r, (bag, row, flag) in enumerate(
+                zip(
+                    bags.split(layout.bags[g].cuts),
+                    rows.split(layout.sent[g]),
+                    flags.split(layout.sent[g]),
+                    strict=True,
+                )
+            ):
+                form = self._form(group.forms[1], r)
+                parts[r] += [_coded(bag.flatten(0, 1), form), _coded(row, form)]
+                tail[r].append(flag)
+                self._count_rows(group, "gradients", layout.batch, r, self.rank)
+        if idle:
+            bounds[idle] = _ABSENT
+        head = bounds.view(torch.uint8)
+        for r in range(self.size):
+            for t in range(len(self.tables)):
+                self._add(t, "counts", 4, r)
+        sizes = [self._brought(b, r) for r, b in enumerate(way.batches)]
+        arrived = self._swap(
+            [torch.cat([head, *parts[r], *tail[r]]) for r in range(self.size)],
+            [sum(each) for each in sizes],
+        )
+        pieces = [part.split(each) for part, each in zip(arrived, sizes, strict=True)]
+        of_ranks = torch.stack([_floats(p[0]) for p in pieces])
+        return self._received(way, pieces, of_ranks)
+
+    def _stacked(
+        self, side: Side, gradients: Sequence[torch.Tensor | None], dim: int, batch: int
+    ) -> torch.Tensor:
+        """[features, batch, dim]; 0 where there is none."""
+        if not side.features:
+            return torch.zeros(0, batch, dim, device=self.device)
+        nothing = torch.zeros(batch, dim, device=self.device)
+        found = [gradients[f] for f in side.features]
+        return torch.stack([nothing if each is None else each.float() for each in found])
+
+    def _brought(self, batch: int, rank: int) -> list[int]:
+        """Bytes of each part of what a rank with this batch brings here."""
+        found, tail = [4 * len(self.tables)], []
+        for group in self.groups:
+            bags, first, last = self._sent(group, self.rank, batch)
+            each = width(self._form(group.forms[1], rank), group.dim)
+            found += [bags * each, (last - first) * each]
+            tail.append(last - first)
+        return found + tail
+
+    def _received(self, way: Way, pieces: Any, of_ranks: torch.Tensor) -> list[Table]:
+        """Sums of what all ranks brought wait in their tables."""
+        n, waits, marks = len(self.groups), [], [of_ranks.T.double().flatten()]
+        for g, (group, arena) in enumerate(zip(self.groups, self.arenas, strict=True)):
+            if arena is None:
+                continue
+            forms = [self._form(group.forms[1], r) for r in range(self.size)]
+            bags = torch.cat(
+                [
+                    _plain(p[1 + 2 * g], form, group.dim)
+                    for p, form in zip(pieces, forms, strict=True)
+                ]
+            )
+            places, inverse = torch.unique(way.asked[g], return_inverse=True)
+            sums = spread(bags, inverse.to(way.stops[g].dtype), way.stops[g].diff(), len(places))
+            own = [self._sent(group, self.rank, b)[1] for b in way.batches]
+            first = min(own)
+            rows = torch.zeros(len(arena.weight) - first, group.dim, device=self.device)
+            flags = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
+            for p, form, start in zip(pieces, forms, own, strict=True):
+                rows[start - first :] += _plain(p[2 + 2 * g], form, group.dim)
+                flags[start - first :] |= p[1 + 2 * n + g].bool()
+            near = torch.nonzero(flags)[:, 0]
+            places = torch.cat((places.long(), near + first))
+            sums = torch.cat((sums, rows[near]))
+            if len(set(own)) > 1:  # a table that one rank asked for bags, and another had whole
+                places, sums = summed(places, sums)
+            if group.average:
+                sums = sums / self.size
+            marks.append(torch.searchsorted(places, arena.starts).double())
+            waits.append((group, arena, places, sums))
+        known = torch.cat(marks).tolist()
+        size = len(self.tables) * self.size
+        bound = [
+            _added(known[t * self.size : (t + 1) * self.size]) for t in range(len(self.tables))
+        ]
+        cuts = [int(each) for each in known[size:]]
+        finite = [math.isfinite(each) for each in bound]
+        mine: dict[int, torch.Tensor] = {}
+        for group, arena, places, sums in waits:
+            ends = [*cuts[: len(arena.rows)], len(places)]
+            cuts = cuts[len(arena.rows) :]
+            there = []
+            for i, t in enumerate(group.owned[self.rank]):
+                if bound[t] < 0:
+                    continue
+                part = slice(ends[i], ends[i + 1])
+                piece = (places[part] - arena.rows[i].start, sums[part])
+                mine[t] = piece[1]
+                self.tables[t].waiting.pieces.append(piece)
+                there.append((self.tables[t], piece))
+            if sum(len(piece[0]) for _, piece in there) == len(places):
+                arena.pending = Pending(places, sums, there)
+        large = [t for t, each in enumerate(bound) if finite[t] and each >= _SAFE]
+        if large and self.ranks is not None:  # the same on all ranks, as bounds are
+            spoilt = [float(t in mine and not bool(mine[t].isfinite().all())) for t in large]
+            for t, bad in zip(large, self.ranks.largest(spoilt), strict=True):
+                finite[t] = not bad
+        touched = [t for t, each in enumerate(bound) if not each < 0]
+        if self.ranks is not None and touched:
+            flags = torch.tensor([[0.0 if finite[t] else math.nan] for t in touched]).to(
+                self.device
+            )
+            zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+            for t, flag in zip(touched, flags.split(1), strict=True):
+                self.tables[t].overflow.receive(zero, flag)
+        return [self.tables[t] for t in touched]
+
+
+def _ends(lengths: torch.Tensor) -> torch.Tensor:
+    """int32 [bags + 1]."""
+    zero = lengths.new_zeros(1)
+    return torch.cat((zero, lengths.cumsum(0, dtype=torch.int32)))
+
+
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    """[n]: the largest magnitude of each row; infinite where one is not finite."""
+    return rows.abs().amax(1).nan_to_num_(nan=math.inf, posinf=math.inf)
+
+
+def _coded(rows: torch.Tensor, form: Form) -> torch.Tensor:
+    return encode(rows, form).reshape(-1)
+
+
+def _floats(data: torch.Tensor) -> torch.Tensor:
+    """Bytes as float32; copied where they lie at an odd place."""
+    return (data.clone() if data.storage_offset() % 4 else data).view(torch.float32)
+
+
+def _plain(data: torch.Tensor, form: Form, dim: int) -> torch.Tensor:
+    """float32 [n, dim] of bytes."""
+    if form == "exact":
+        return _floats(data).view(-1, dim)
+    codes = data.clone() if data.storage_offset() % 4 else data
+    return decode(codes.view(-1, width(form, dim)), form, dim)
