@@ -5,6 +5,7 @@ For `embedding_ranks.py`. TorchRec is used where one of its ways is asked for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ Step = Callable[[], Any]
 def layers(*widths: int, last: bool = False) -> nn.Sequential:
     """Linear layers with ReLU between them, and after them unless it is the `last` net."""
     found: list[nn.Module] = []
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in itertools.pairwise(widths):
         found += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*(found[:-1] if last else found))
 
@@ -97,14 +98,24 @@ def batch(given: Any) -> Batch:
 
 
 class Net(nn.Module):
-    """Loss and logits, as TorchRec's own DLRM gives them."""
+    """Loss and logits, as TorchRec's own DLRM gives them.
 
-    def __init__(self, bags: nn.Module, top: nn.Module) -> None:
+    A plan orders columns by where tables lie. With `ordered` they are in the order of tables, as
+    Evener's are: so the net learns the same.
+    """
+
+    def __init__(self, bags: nn.Module, top: nn.Module, ordered: list[str]) -> None:
         super().__init__()
-        self.bags, self.top = bags, top
+        self.bags, self.top, self.ordered = bags, top, ordered
 
     def forward(self, given: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.top(given.dense, self.bags(given.features).values())
+        pooled = self.bags(given.features)
+        values = (
+            torch.cat([pooled[name] for name in self.ordered], 1)
+            if self.ordered
+            else pooled.values()
+        )
+        logits = self.top(given.dense, values)
         return binary_cross_entropy_with_logits(logits, given.clicks), logits
 
 
@@ -193,9 +204,14 @@ def dcn(
     zeros: bool,
 ) -> tuple[Step, Callable[[Any], torch.Tensor]]:
     """A step of the whole model, and its logits for a batch."""
+    tables = bags(shape, rate, zeros)
     torch.manual_seed(1)
     model = sharded(
-        Net(bags(shape, rate, zeros), Dense(shape).to(device)), shape, device, name, link
+        Net(tables, Dense(shape).to(device), [str(t) for t in range(len(shape.rows)) if zeros]),
+        shape,
+        device,
+        name,
+        link,
     )
     if name.endswith("fp16"):
         for part in model.modules():

@@ -110,6 +110,8 @@ class World:
             outer=[h * self.each + place for h in range(self.hosts)],
         )
         ranks.hosts = self.hosts
+        ranks.everyone = self.everyone
+        ranks.remote = [other // self.each != host for other in range(self.size)]
         return ranks
 
     def break_up(self) -> None:

@@ -93,6 +93,7 @@ class ResidentRows:
         self.start, self.count = start, count
         self._there = False
         self._clean = self._last = 0  # rows of a version after `_clean` changed since a flush
+        self._owed: list[tuple[int, float]] = []  # steps that the store has not counted yet
         self.t = 0
 
     def _part(self, of: torch.Tensor) -> torch.Tensor:
@@ -145,9 +146,8 @@ class ResidentRows:
         self.count_step(step, lr)
 
     def count_step(self, step: int, lr: float) -> None:
-        """The store counts a step that was done here."""
-        nothing = torch.empty(0, dtype=torch.int64)
-        self.store.apply(nothing, torch.empty(0, self.arena.dim), step, lr=lr)
+        """A step was done here; the store counts it when it is brought up to date."""
+        self._owed.append((step, lr))
         self._last = step
         self.t += 1
 
@@ -160,6 +160,10 @@ class ResidentRows:
     def flush(self) -> None:
         if not self._there:
             return
+        nothing = torch.empty(0, dtype=torch.int64)
+        owed, self._owed = self._owed, []
+        for step, lr in owed:
+            self.store.apply(nothing, torch.empty(0, self.arena.dim), step, lr=lr)
         arena = self.arena
         version = self._part(arena.version)
         changed = torch.nonzero(version > self._clean)[:, 0]
@@ -175,4 +179,4 @@ class ResidentRows:
 
     def reload(self) -> None:
         """The store was restored: begin with what it has now."""
-        self._there = False
+        self._there, self._owed = False, []

@@ -1,0 +1,117 @@
+"""A table that grows to many rows with an SSD tier, while keys arrive and expire.
+
+    python benchmarks/embedding_growth.py --rows 100000000 --folder /mnt/nvme --json FILE
+
+First `--rows` rows of 16 values with row-wise Adagrad are trained once each, in batches of 131,072.
+Then come `--steps` steps as in a stream: 65,536 ids, of which 5% are new and the others Zipf 1.05
+over the rows, the newest first. Each step is a lookup and an update. Every `--every` steps what
+rested for `--rest` steps expires. Both phases say ids per second, and what a row costs in memory
+(of the process, less what it had before) and in the file.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+
+from evener.embedding import Options, RowWiseAdagrad, SsdTier, Store, Ttl
+
+DIM, FILL, BATCH, NEW = 16, 131_072, 65_536, 0.05
+
+
+def memory() -> int:
+    """Bytes of this process in memory."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * resource.getpagesize()
+
+
+def scattered(numbers: np.ndarray) -> np.ndarray:
+    """Keys all over int64, one for each number."""
+    return (numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
+
+
+def state(store: Store, before: int) -> dict[str, Any]:
+    """What the rows cost now."""
+    found = store.stats()
+    rows = found["rows"]
+    return {
+        "rows": rows,
+        "cold_rows": found["cold_rows"],
+        "memory_bytes_per_row": round((memory() - before) / rows, 1),
+        "file_bytes_per_row": round(found["cold_bytes"] / max(1, found["cold_rows"]), 1),
+        "evicted": found["evicted"],
+    }
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--rows", type=int, default=100_000_000)
+    parser.add_argument("--warm", type=int, default=4_000_000, help="rows in memory")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--rest", type=int, default=0, help="steps (default: those of the fill)")
+    parser.add_argument("--every", type=int, default=40)
+    given = parser.parse_args()
+    fills = -(-given.rows // FILL)
+    options = Options(
+        DIM,
+        optimizer=RowWiseAdagrad(lr=0.02),
+        eviction=Ttl(given.rest or fills),
+        tier=SsdTier(str(given.folder), rows=given.warm),
+    )
+    before = memory()
+    store = Store("growth", options)
+    out = np.empty((FILL, DIM), np.float32)
+    gradients = np.full((FILL, DIM), 0.01, np.float32)
+    took = []
+    for step in range(fills):
+        keys = scattered(np.arange(step * FILL, (step + 1) * FILL))
+        began = time.perf_counter()
+        store.lookup(keys, step, out=out)
+        store.apply(keys, gradients, step)
+        took.append(time.perf_counter() - began)
+        if step % 50 == 49:
+            print(f"{(step + 1) * FILL:,} rows, {FILL / took[-1] / 1e6:.2f} M/s", flush=True)
+    filled = {
+        "ids_per_s": round(FILL * fills / sum(took)),
+        "worst_batch_ms": round(1e3 * max(took), 1),
+        **state(store, before),
+    }
+    print(harness.show(["filled", ""], filled.items()), flush=True)
+    random = np.random.default_rng(0)
+    newest, looked, stepped, expired = fills * FILL, [], [], []
+    new = int(BATCH * NEW)
+    for step in range(fills, fills + given.steps):
+        ages = newest ** random.random(BATCH - new)  # of exponent near 1: the newest most
+        numbers = np.concatenate((np.arange(newest, newest + new), newest - ages.astype(np.int64)))
+        newest += new
+        keys = scattered(np.unique(numbers))
+        began = time.perf_counter()
+        store.lookup(keys, step, out=out[: len(keys)])
+        middle = time.perf_counter()
+        store.apply(keys, gradients[: len(keys)], step)
+        looked.append((middle - began) / len(keys))
+        stepped.append((time.perf_counter() - began) / len(keys))
+        if (step - fills) % given.every == given.every - 1:
+            began = time.perf_counter()
+            gone = store.evict(step)
+            expired.append((gone, time.perf_counter() - began))
+    stream = {
+        "lookups_per_s": round(1 / statistics.median(looked)),
+        "steps_ids_per_s": round(1 / statistics.median(stepped)),
+        "expired_rows": sum(gone for gone, _ in expired),
+        "expiry_s": round(sum(seconds for _, seconds in expired), 2),
+        **state(store, before),
+    }
+    print(harness.show(["stream", ""], stream.items()), flush=True)
+    harness.keep(given, filled=filled, stream=stream)
+
+
+if __name__ == "__main__":
+    main()
