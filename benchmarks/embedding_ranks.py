@@ -17,8 +17,8 @@ pretended nodes), `nvlink` (two GPUs of one host), or a lab.
     *-pipeline  in TrainPipelineSparseDist, which sends ids ahead (`evener` does, by prefetch)
     *-fp16      what crosses is rounded, forward and backward, by both; DDP's gradients too
 
-`--dcn`: MLPerf's DLRM-DCNv2 around them, with DDP for the dense part. `--auc N`: that trains all
-ways N steps on clicks of a teacher, from rows of zeros, and compares their AUC.
+`--dcn`: MLPerf's DLRM-DCNv2 around them, with DDP for the dense part. `--auc N`: on the last
+network that trains all ways N steps on clicks of a teacher, from rows of zeros, for their AUC.
 
 Collectives are the calls of torch.distributed in a step, counted on rank 0. A step's processor time
 (rank 0, all threads) says what its wall clock does not where other programs run.
@@ -344,7 +344,8 @@ def worker(given: Any) -> None:
 
 def job(given: Any, network: str) -> harness.Job:
     """The worker on this network."""
-    names = ("shape", "ways", "steps", "warmup", "batches", "dcn", "auc")
+    names = ["shape", "ways", "steps", "warmup", "batches", "dcn"]
+    names += ["auc"] if network == given.networks.split(",")[-1] else []
     words = ["--worker", *harness.arguments_of(given, *names)]
     env = {"NCCL_NVLS_ENABLE": "0", "NCCL_IB_DISABLE": "1", "NCCL_NET_PLUGIN": "none"}
     if network == "nvlink":

@@ -262,7 +262,7 @@ class Right:
                     touched.add(i)
                     spoilt |= name == "nan" and rank == 0 and bool(rows.numel())
                     losses.append((rows * weights_of(seed, rank, number, rows.shape)).sum())
-            if losses and name != "nan":
+            if losses and not spoilt:
                 (torch.stack(losses).sum() / self.size).backward()
         for rank in range(self.size):
             for i, _, ids in self.pooled(seed, rank):
@@ -272,7 +272,7 @@ class Right:
             for each in seen:
                 assert bool(each.error) == spoilt, f"{each.error!r} of a gradient: {spoilt=}"
             for right in self.tables:
-                right.forget()
+                right.forget() if spoilt else right.apply()
         elif self.program["fused"] and name == "look":
             for i, right in enumerate(self.tables):
                 if i in touched or right.seen:
@@ -386,14 +386,14 @@ def _own_batch(self: Exchange, group: Any, owner: int, batch: int) -> int:
     return _FIRST(self, group, owner, self.__dict__["first_batch"])
 
 
-_GIVE, _FIRST = Exchange.give, Exchange._first_whole
+_GIVE, _FIRST = Exchange.give, Exchange.first_whole
 FAULTS: dict[str, Any] = {
     "a later pass replaces an earlier one": lambda: mock.patch.object(Exchange, "give", _last_only),
     "an arena is stepped with its last pass alone": lambda: mock.patch.object(
         Pending, "whole", True
     ),
     "ranks do not agree what is sent whole": lambda: mock.patch.object(
-        Exchange, "_first_whole", _own_batch
+        Exchange, "first_whole", _own_batch
     ),
     "rows that changed stay on the device": lambda: mock.patch.object(
         ResidentRows, "flush", lambda _: None

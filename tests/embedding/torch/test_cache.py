@@ -253,7 +253,7 @@ def test_too_small_and_what_only_the_store_steps() -> None:
     with pytest.raises(UsageError, match=r"10 different keys.*room for 8 rows"):
         bag(torch.arange(10).unsqueeze(0))
     bag(torch.arange(5).unsqueeze(0))
-    with pytest.raises(UsageError, match="cannot step ftrl"):
+    with pytest.raises(UsageError, match="stepped by ftrl"):
         DynamicEmbeddingBag(Options(DIM, optimizer=Ftrl()), cache_rows=8)
 
 

@@ -28,9 +28,10 @@ from evener.embedding.options import Init, Optimizer
 from evener.embedding.torch import lookups
 from evener.embedding.torch.inputs import Bags, check_ids, is_jagged
 from evener.embedding.torch.jagged import Jagged, JaggedTensor, KeyedTensor
+from evener.embedding.torch.layouts import Feature
 from evener.embedding.torch.modules import DynamicEmbedding, DynamicEmbeddingBag, _Dynamic
 from evener.embedding.torch.plain import fill
-from evener.embedding.torch.pooled import Exchange, Feature
+from evener.embedding.torch.pooled import Exchange
 from evener.embedding.torch.rows import HostRows
 from evener.errors import UsageError
 

@@ -25,64 +25,12 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from evener.embedding.torch.forms import Form, decode, encode, width
+from evener.embedding.torch.layouts import Feature, Group, Layout, Plan, Side
 from evener.embedding.torch.resident import Arena, Pending
 from evener.embedding.torch.sharded import _ABSENT, _SAFE, Ranks, _added
 from evener.embedding.torch.table import Table
 from evener.embedding.torch.waiting import summed
 from evener.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A column of the result. `table`: its number in the collection; `mean`: divide by lengths;
-    `seen`: ids and samples that training has looked up."""
-
-    name: str
-    table: int
-    mean: bool
-    seen: list[int]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Tables of one dim, one optimizer, and one way to cross. `owned[r]`: tables of rank r, in the
-    order of their arena there; those that are sent whole for a large batch are the last."""
-
-    dim: int
-    forms: tuple[Form, Form]
-    average: bool
-    owned: list[list[int]]
-
-
-@dataclass
-class Side:
-    """Features of a group that cross in one way, in the order in which they cross: by owner.
-
-    `features`: their numbers; `inputs`: which input each reads, on the device; `bases`: what is
-    added to its ids; `cuts`: how many of each owner.
-    """
-
-    features: list[int]
-    inputs: torch.Tensor
-    bases: torch.Tensor
-    cuts: list[int]
-    places: list[int]  # `inputs`, on the host
-    tables: torch.Tensor  # the table of each
-    means: torch.Tensor | None  # bool [features, 1]: whose sums are divided; None: of none
-
-
-@dataclass
-class Layout:
-    """What a batch of `batch` samples of these inputs needs, of each group."""
-
-    batch: int
-    at: torch.Tensor  # where each input begins, among offsets
-    limits: torch.Tensor  # rows of the smallest table of each input
-    bags: list[Side]
-    whole: list[Side]
-    sent: list[list[int]]  # rows of each owner's tables that are sent whole
-    lies: list[torch.Tensor]  # the table of each such row, of all owners
-    mask: torch.Tensor  # [owners * groups, inputs]: whose ids go where
 
 
 @dataclass
@@ -121,8 +69,8 @@ def spread(
     return found
 
 
-class Exchange:
-    """The tables of one collection, and where each lies."""
+class Exchange(Plan):
+    """What ranks send one another for the tables of one collection."""
 
     def __init__(
         self,
@@ -132,137 +80,19 @@ class Exchange:
         ranks: Ranks | None,
     ) -> None:
         """Collective where there are `ranks`."""
-        self.tables, self.rows, self.features = list(tables), list(rows), list(features)
-        self.device, self.ranks = tables[0].device, ranks
-        self.size, self.rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
-        places = [0] if ranks is None else ranks.places()
-        self.owner = [places.index(table.home or 0) for table in tables]
-        self.remote = [False] if ranks is None else ranks.remote
-        self.of_table = [
-            [i for i, each in enumerate(features) if each.table == t] for t in range(len(tables))
-        ]
-        self.groups, self.arenas = self._grouped()
-        self._layouts: dict[Any, Layout] = {}
+        super().__init__(tables, rows, features, ranks)
+        self.arenas = [self._arena(group.owned[self.rank]) for group in self.groups]
         self._ahead: tuple[torch.Tensor, int, Way, Any] | None = None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def _grouped(self) -> tuple[list[Group], list[Arena | None]]:
-        kinds: dict[Any, list[int]] = {}
-        for t, table in enumerate(self.tables):
-            optimizer = {k: v for k, v in table.options["optimizer"].items() if k != "lr"}
-            kind = (table.dim, str(optimizer), table.options["dtype"], table._forms, table.average)
-            kinds.setdefault(kind, []).append(t)
-        groups, arenas = [], []
-        for (dim, *_, forms, average), members in kinds.items():
-            # What a table costs more as rows than as bags grows with the rows per feature.
-            members.sort(key=lambda t: (-self.rows[t] / len(self.of_table[t]), t))
-            owned = [[t for t in members if self.owner[t] == r] for r in range(self.size)]
-            groups.append(Group(dim, forms, average, owned))
-            mine, arena = owned[self.rank], None
-            if mine:
-                stores = [self.tables[t]._store for t in mine]
-                arena = Arena(stores, [self.rows[t] for t in mine], self.device)
-                if len(arena.weight) >= 2**31:
-                    raise UsageError(
-                        f"tables of dim {dim} have {len(arena.weight)} rows on one rank",
-                        "resident=True has room for 2^31: take more ranks, or leave it out",
-                    )
-                for t, rows in zip(mine, arena.rows, strict=True):
-                    self.tables[t].reside(rows)
-            arenas.append(arena)
-        return groups, arenas
-
-    def _first_whole(self, group: Group, owner: int, batch: int) -> int:
-        """How many of an owner's tables a rank with this batch asks for bags."""
-        for i, t in enumerate(group.owned[owner]):
-            if self.rows[t] <= batch * len(self.of_table[t]):
-                return i
-        return len(group.owned[owner])
-
-    def _sent(self, group: Group, owner: int, batch: int) -> tuple[int, int, int]:
-        """Bags that a rank with this batch gets from an owner; the first row that it gets, and the
-        last."""
-        first = self._first_whole(group, owner, batch)
-        tables = group.owned[owner]
-        bags = batch * sum(len(self.of_table[t]) for t in tables[:first])
-        before = sum(self.rows[t] for t in tables[:first])
-        return bags, before, before + sum(self.rows[t] for t in tables[first:])
-
-    def _layout(self, inputs: tuple[str, ...], batch: int) -> Layout:
-        known = self._layouts.get((inputs, batch))
-        if known is not None:
-            return known
-        number = {name: i for i, name in enumerate(inputs)}
-        for feature in self.features:
-            if feature.name not in number:
-                raise UsageError(
-                    f"table {self.tables[feature.table].name!r} looks up feature "
-                    f"{feature.name!r}, which is not given",
-                    f"features given: {', '.join(inputs)}",
-                )
-        limits = [-1] * len(inputs)
-        for feature in self.features:
-            i, most = number[feature.name], self.rows[feature.table]
-            limits[i] = most if limits[i] < 0 else min(limits[i], most)
-        bags: list[Side] = []
-        whole: list[Side] = []
-        sent, lies = [], []
-        mask = torch.zeros(self.size, len(self.groups), len(inputs), dtype=torch.int64)
-        for g, group in enumerate(self.groups):
-            sides: list[tuple[list[int], list[int], list[int]]] = [([], [], []), ([], [], [])]
-            rows_sent, of_rows, received = [], [], 0
-            for owner, tables in enumerate(group.owned):
-                first = self._first_whole(group, owner, batch)
-                start = 0
-                for side, part in zip(sides, (tables[:first], tables[first:]), strict=True):
-                    before = len(side[0])
-                    for t in part:
-                        base = start if side is sides[0] else received
-                        side[0].extend(self.of_table[t])
-                        side[1].extend([base] * len(self.of_table[t]))
-                        start += self.rows[t]
-                        if side is sides[1]:
-                            received += self.rows[t]
-                            of_rows.append(torch.full((self.rows[t],), t))
-                        else:
-                            for f in self.of_table[t]:
-                                mask[owner, g, number[self.features[f].name]] += 1
-                    side[2].append(len(side[0]) - before)
-                rows_sent.append(sum(self.rows[t] for t in tables[first:]))
-            for side, to in zip(sides, (bags, whole), strict=True):
-                places = [number[self.features[f].name] for f in side[0]]
-                own = [self.features[f] for f in side[0]]
-                means = self._up([f.mean for f in own]).bool().unsqueeze(1)
-                to.append(
-                    Side(
-                        side[0],
-                        self._up(places),
-                        self._up(side[1]),
-                        side[2],
-                        places,
-                        self._up([f.table for f in own]),
-                        means if any(f.mean for f in own) else None,
-                    )
-                )
-            sent.append(rows_sent)
-            lies.append(torch.cat([torch.empty(0, dtype=torch.int64), *of_rows]).to(self.device))
-        made = Layout(
-            batch,
-            torch.arange(len(inputs) + 1, device=self.device) * batch,
-            self._up(limits),
-            bags,
-            whole,
-            sent,
-            lies,
-            mask.view(-1, len(inputs)).to(self.device),
-        )
-        if len(self._layouts) > 16:
-            self._layouts.clear()
-        self._layouts[(inputs, batch)] = made
-        return made
-
-    def _up(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64).to(self.device)
+    def _arena(self, mine: Sequence[int]) -> Arena | None:
+        if not mine:
+            return None
+        stores = [self.tables[t]._store for t in mine]
+        arena = Arena(stores, [self.rows[t] for t in mine], self.device)
+        for t, rows in zip(mine, arena.rows, strict=True):
+            self.tables[t].reside(rows)
+        return arena
 
     def _swap(self, parts: Sequence[torch.Tensor], came: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """All-to-all: part r to rank r; what came from each rank, whose sizes are known."""
@@ -316,7 +146,7 @@ class Exchange:
         values: torch.Tensor = given.values().to(self.device)
         ends = given.offsets().to(self.device)
         batch = (ends.numel() - 1) // max(1, len(inputs))
-        layout = self._layout(inputs, batch)
+        layout = self.layout(inputs, batch)
         lengths = ends.diff()
         at = ends[layout.at]
         each = at.diff()
@@ -359,7 +189,7 @@ class Exchange:
             ):
                 bodies[r] += [of_lengths.flatten(), of_ids]
         batches = [each[1] for each in of]
-        counts = [[self._sent(group, self.rank, b)[0] for b in batches] for group in self.groups]
+        counts = [[self.sent(group, self.rank, b)[0] for b in batches] for group in self.groups]
         sizes = [
             [x for g in range(n) for x in (counts[g][r], of[r][2 + g])] for r in range(self.size)
         ]
@@ -437,7 +267,7 @@ class Exchange:
             arena.ready()
             pooled = pool(way.asked[g], arena.weight, way.stops[g]).split(way.counts[g])
             for r, batch in enumerate(way.batches):
-                _, first, last = self._sent(group, self.rank, batch)
+                _, first, last = self.sent(group, self.rank, batch)
                 form = self._form(group.forms[0], r)
                 parts[r] += [_coded(pooled[r], form), _coded(arena.weight[first:last], form)]
                 self._count_rows(group, "values", batch, self.rank, r)
@@ -488,7 +318,7 @@ class Exchange:
             return
         form = group.forms[0 if what == "values" else 1]
         each = width(self._form(form, other), group.dim)
-        first = self._first_whole(group, owner, batch)
+        first = self.first_whole(group, owner, batch)
         for i, t in enumerate(group.owned[owner]):
             n = batch * len(self.of_table[t]) if i < first else self.rows[t]
             self._add(t, what, n * each, other)
@@ -576,7 +406,7 @@ class Exchange:
         """Bytes of each part of what a rank with this batch brings here."""
         found, tail = [4 * len(self.tables)], []
         for group in self.groups:
-            bags, first, last = self._sent(group, self.rank, batch)
+            bags, first, last = self.sent(group, self.rank, batch)
             each = width(self._form(group.forms[1], rank), group.dim)
             found += [bags * each, (last - first) * each]
             tail.append(last - first)
@@ -597,7 +427,7 @@ class Exchange:
             )
             places, inverse = torch.unique(way.asked[g], return_inverse=True)
             sums = spread(bags, inverse.to(way.stops[g].dtype), way.stops[g].diff(), len(places))
-            own = [self._sent(group, self.rank, b)[1] for b in way.batches]
+            own = [self.sent(group, self.rank, b)[1] for b in way.batches]
             first = min(own)
             rows = torch.zeros(len(arena.weight) - first, group.dim, device=self.device)
             flags = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
@@ -633,8 +463,8 @@ class Exchange:
                 mine[t] = piece[1]
                 self.tables[t].waiting.pieces.append(piece)
                 there.append((self.tables[t], piece))
-            if sum(len(piece[0]) for _, piece in there) == len(places):
-                arena.pending = Pending(places, sums, there)
+            whole = sum(len(piece[0]) for _, piece in there) == len(places)
+            arena.pending = Pending(places, sums, there) if there and whole else None
         large = [t for t, each in enumerate(bound) if finite[t] and each >= _SAFE]
         if large and self.ranks is not None:  # the same on all ranks, as bounds are
             spoilt = [float(t in mine and not bool(mine[t].isfinite().all())) for t in large]

@@ -216,9 +216,9 @@ def of(options: dict[str, Any]) -> Update:
         plain = _adam(optimizer, kind)
     else:
         raise UsageError(
-            f"a cache of rows cannot step {kind}",
+            f"rows on a device cannot be stepped by {kind}",
             f"take sgd, adagrad, adam, adam_w, lazy_adam, {', '.join(_ROW_WISE)}, or leave "
-            "cache_rows at 0",
+            "cache_rows and resident=True out",
         )
     dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[options["dtype"]]
     if dtype == torch.float32:
