@@ -12,6 +12,7 @@ with an error is forgotten with the gradients that it brought to `fused` tables.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -107,23 +108,27 @@ def exchange(tables: Sequence[Table]) -> list[Table]:
 
 
 def check(tables: Sequence[Table]) -> None:
-    """Raise UsageError where a gradient that waits is not finite. Nothing is changed."""
-    parts = []
+    """Raise UsageError where a gradient that waits is not finite. Nothing is changed.
+
+    A device is waited for once, whatever the number of tables.
+    """
+    parts, inside = [], set()
     for arena in _arenas(tables):
         assert arena.pending is not None
         parts.append(arena.pending.sums)
-    inside = {id(table) for arena in _arenas(tables) for table, _ in arena.pending.pieces}  # type: ignore[union-attr]
+        inside |= {id(table) for table, _ in arena.pending.pieces}
     for table in tables:
         parts += [flag for _, flag in table.overflow.pieces]
         if id(table) not in inside:
             parts += [gradients for _, gradients in table.waiting.pieces]
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    largest: dict[torch.device, list[torch.Tensor]] = {}
     for part in parts:
-        by_device.setdefault(part.device, []).append(part.isfinite().all())
-    for each in by_device.values():
-        if not bool(torch.stack(each).all()):
-            for table in tables:
-                table.check()
+        if part.numel():
+            norm = torch.linalg.vector_norm(part, ord=math.inf)
+            largest.setdefault(part.device, []).append(norm)
+    if not all(bool(torch.stack(each).isfinite().all()) for each in largest.values()):
+        for table in tables:
+            table.check()
 
 
 def apply(tables: Sequence[Table], rates: Sequence[float]) -> None:

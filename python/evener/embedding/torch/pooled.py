@@ -489,7 +489,8 @@ def _ends(lengths: torch.Tensor) -> torch.Tensor:
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
     """[n]: the largest magnitude of each row; infinite where one is not finite."""
-    return rows.abs().amax(1).nan_to_num_(nan=math.inf, posinf=math.inf)
+    found = torch.linalg.vector_norm(rows, ord=math.inf, dim=1)
+    return found.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
 def _coded(rows: torch.Tensor, form: Form) -> torch.Tensor:
