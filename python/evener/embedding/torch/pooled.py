@@ -489,7 +489,7 @@ def _ends(lengths: torch.Tensor) -> torch.Tensor:
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
     """[n]: the largest magnitude of each row; infinite where one is not finite."""
-    found = torch.linalg.vector_norm(rows, ord=math.inf, dim=1)
+    found: torch.Tensor = torch.linalg.vector_norm(rows, ord=math.inf, dim=1)
     return found.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
