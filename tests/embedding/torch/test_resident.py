@@ -156,8 +156,9 @@ def test_ranks_of_several_hosts_take_four_collectives() -> None:
 def test_forms_cross_between_hosts(form: str) -> None:
     found = worlds.several((1, 1), {f: (train, True, [8, 8], "plain", f) for f in (form, "exact")})
     for (seen, *_), (wanted, *_) in zip(found[form], found["exact"], strict=True):
-        far = max(float((a - b).abs().max()) for a, b in zip(seen, wanted, strict=True))
-        assert 0 < far < 0.05
+        far = [float((a - b).abs().max()) for a, b in zip(seen, wanted, strict=True)]
+        assert 0 < far[0] < 0.005, "values of the first step are rounded once"
+        assert far[0] < max(far) < 0.3 if form == "int8" else max(far) < 0.005
 
 
 def counted(rank: int, _size: int) -> list[tuple[str, int, int, int]]:
