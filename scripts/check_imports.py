@@ -31,7 +31,7 @@ LEVELS = [
         {
             "tools.launch", "tools.bench", "tools.lab", "tools.analyze", "tools.doctor",
             "tools.place", "tools.plan", "tools.stats", "tools.fabric", "tools.about", "tools.why",
-            "tools.quickstart", "tools.completion",
+            "tools.quickstart", "tools.completion", "tools.hub",
             "horovod.runner",  # `horovodrun`: inside horovod, where upstream has it
             "horovod.ray",  # starts jobs too, on a Ray cluster
         },

@@ -25,7 +25,7 @@ REFERENCE = Path("docs/reference")
 
 # What a user's own script may import. A page each; the public face of a package is its __all__.
 FACES: dict[str, tuple[str, list[str] | None]] = {
-    "ddp": ("evener.ddp", ["accelerate", "restore"]),
+    "ddp": ("evener.ddp", ["accelerate", "data_shard", "restore"]),
     "fsdp": ("evener.fsdp", ["accelerate", "release"]),
     "zero": ("evener.zero", None),
     "pipeline": ("evener.pipeline", None),

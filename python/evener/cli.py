@@ -20,6 +20,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "completion": ("evener.tools.completion:completion", "Complete commands in your shell."),
     "launch": ("evener.tools.launch.command:launch", "Start a job on one host or many."),
+    "hub": ("evener.tools.hub.command:hub", "Average the weights of nodes that come and go."),
     "horovodrun": ("evener.horovod.runner.launch:horovodrun", "`launch` with Horovod's options."),
     "net": ("evener.net.command:net", "Turn the NCCL plug-in on and off, see what it does."),
     "stats": (

@@ -498,6 +498,36 @@ EVENER_OVERLAP = _number(
     "With EVENER_EVERY: an exchange runs behind this many of the next steps, fewer than a round "
     "has, and is applied after them. It holds for accelerate(overlap=) too. 0: ranks wait for it.",
 )
+EVENER_HUB = _text(
+    _DOOR,
+    "EVENER_HUB",
+    "",
+    "With EVENER_EVERY: where the hub listens. This job is then one node of several that come and "
+    "go, and its changes of the weights are averaged with theirs (docs/guide/slow-networks.md). "
+    "`evener launch --join` sets it, and the three below.",
+    "HOST:PORT",
+)
+EVENER_HUB_TOKEN = _text(
+    _DOOR,
+    "EVENER_HUB_TOKEN",
+    "",
+    "With EVENER_HUB: the line in the hub's token file.",
+    "the line that `evener hub` wrote",
+)
+EVENER_HUB_SLOT = _text(
+    _DOOR,
+    "EVENER_HUB_SLOT",
+    "",
+    "With EVENER_HUB: which share of the data this node reads, and how many there are. Not set: "
+    "samplers divide the data among the ranks of this node alone.",
+    "SLOT/SLOTS, counted from 0",
+)
+EVENER_HUB_NODE = _text(
+    _DOOR,
+    "EVENER_HUB_NODE",
+    "",
+    "With EVENER_HUB: this node's name in the hub's lines. Not set: its host and process.",
+)
 EVENER_DDP_PLAIN = _number(
     _DOOR,
     "EVENER_DDP_PLAIN",

@@ -1,7 +1,7 @@
 """The collective layer: topology, buckets, collectives, forms.
 
 Start reading at `reducer` (what the front doors use; `rounds` where ranks average weights every N
-steps), then `world`, `buckets`, `lanes`, `wires`.
+steps; `hub` where these are nodes that come and go), then `world`, `buckets`, `lanes`, `wires`.
 """
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "frozen",
     "groups",
     "guard",
+    "hub",
     "lookups",
     "mirrors",
     "options",

@@ -56,7 +56,7 @@ from evener.comm.agree import require_agreement
 from evener.comm.buckets import Buckets
 from evener.comm.errors import CommError
 from evener.comm.exchange import Exchange
-from evener.comm.fragments import Flight, Fragment
+from evener.comm.fragments import Flight, Fragment, digest
 from evener.comm.groups import Communicators
 from evener.comm.lanes import Lanes, StreamLanes, ThreadLanes
 from evener.comm.options import Options
@@ -66,8 +66,6 @@ from evener.errors import UsageError
 logger = logging.getLogger("evener.comm")
 
 VERSION = 1
-# Sums of bits are taken apart in this many columns, so that two changes rarely cancel.
-_COLUMNS = 32
 # A load that changed nothing here may have changed weights elsewhere: this many are remembered.
 _LOADS = 3
 # Exchanges that are timed before `every="auto"` chooses; the first is none of them.
@@ -433,7 +431,7 @@ class Rounds:
 
     def _digest(self) -> int:
         """A digest of the shared weights."""
-        return _digest([fragment.bucket.buffer for fragment in self.fragments])
+        return digest([fragment.bucket.buffer for fragment in self.fragments])
 
     def _own_weights(self) -> int:
         """A digest of this rank's weights, whatever the buckets are."""
@@ -478,9 +476,9 @@ class Rounds:
     def _begin_loaded(self, at: int) -> None:
         """The round began with the weights of this load, on all ranks. Collective."""
         loaded = self._loaded.get(at)
-        digests = self._meet(torch.tensor([-1 if loaded is None else _digest(loaded)]))
-        for rank, (digest,) in enumerate(digests.tolist()):
-            if digest != digests[0].item():
+        digests = self._meet(torch.tensor([-1 if loaded is None else digest(loaded)]))
+        for rank, (theirs,) in enumerate(digests.tolist()):
+            if theirs != digests[0].item():
                 raise self._loaded_apart(rank)
         assert loaded is not None
         for fragment, whole in zip(self.fragments, loaded, strict=True):
@@ -672,15 +670,6 @@ class Rounds:
         """`detach`, and give the groups to the next user: in the same order on all ranks."""
         if self._end():
             self.communicators.close()
-
-
-def _digest(buffers: Sequence[torch.Tensor]) -> int:
-    """Equal for equal bits."""
-    found = 0
-    for buffer in buffers:
-        bits = buffer.view(torch.int32).view(-1, _COLUMNS)
-        found = zlib.crc32(bits.sum(0, dtype=torch.int64).cpu().numpy().tobytes(), found)
-    return found
 
 
 def _finite(parameters: Sequence[torch.Tensor]) -> bool:

@@ -33,6 +33,7 @@ from evener.comm.planner.moments import look_at_moments
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
 from evener.comm.world.topology import Algorithm
+from evener.ddp import nodes
 from evener.ddp.local import start
 from evener.ddp.model import AcceleratedDataParallel, replace_older, taken, wrap
 from evener.errors import UsageError
@@ -97,7 +98,9 @@ def accelerate(
     0: the ranks wait for it. EVENER_OVERLAP wins over it. every="auto" chooses both, from what a
     step and an exchange take (`evener.comm.pace`), and rank 0 says what. `outer_lr`,
     `outer_momentum`: of the step that the average makes; default 0.7 and 0.9, with top-k and low
-    rank 1 and 0. Then `model.evener` is an `evener.comm.rounds.Rounds`.
+    rank 1 and 0. Then `model.evener` is an `evener.comm.rounds.Rounds`. Where EVENER_HUB is set
+    (`evener launch --join`), this job is one node of several, which average through a hub, and
+    `model.evener` an `evener.comm.hub.rounds.NodeRounds`: `steps` says how far all are.
 
     For top-k: `warmup_steps`: come down to `ratio` from 25% within this many steps. `momentum`: of
     an SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then
@@ -134,7 +137,8 @@ def accelerate(
             raise UsageError(
                 f"accelerate() was given {len(optimizer)} optimizers", "give one, or give every="
             )
-        say_idle("it is of local steps: set EVENER_EVERY too", settings.EVENER_OVERLAP)
+        idle = (settings.EVENER_OVERLAP, settings.EVENER_HUB)
+        say_idle("it is of local steps: set EVENER_EVERY too", *idle)
     else:
         if mode == "auto":
             mode, floor = floor or "bf16", None
@@ -165,7 +169,8 @@ def accelerate(
             outer_momentum=(0.0 if late else 0.9) if outer_momentum is None else outer_momentum,
         )
         several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-        moved = start(model, [one for one in several if one is not None], options)
+        begin = nodes.start if settings.EVENER_HUB.is_set() else start
+        moved = begin(model, [one for one in several if one is not None], options)
         return moved if given is model else given  # type: ignore[return-value]
     if optimizer is not None:
         optimizer = innermost(optimizer)

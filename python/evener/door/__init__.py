@@ -4,6 +4,7 @@
 
 enter       how it gets into a process: a line that Python runs at its start waits for torch's DDP
 sharded     FSDP2: a look at each model that `fully_shard` was applied to (EVENER_FSDP)
+data        shares of the data among nodes that come and go (EVENER_HUB_SLOT)
 models      one follower a model: DDP's own steps first, then all ranks agree, then Evener
 optimizers  who steps a model's parameters, as torch's own hooks see it
 agree       the ranks' vote, by the store, with a time limit

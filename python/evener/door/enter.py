@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.base import imports
+from evener.door import data
 from evener.errors import UsageError
 
 VARIABLE = "EVENER_DDP"
@@ -47,6 +48,9 @@ def arm() -> None:
     if _asked(VARIABLE):
         imports.after(_MODULE, _open)
         imports.after(_TRAINER, _keep_residuals)
+        if _asked("EVENER_HUB_SLOT"):
+            imports.after(data.SAMPLER, data.divide_sampler)
+            imports.after(data.ACCELERATE, data.divide_accelerate)
     if _asked(SHARDED):
         imports.after(_FULLY_SHARD, _open_sharded)
     if next((os.environ[name] for name in _RANKS if name in os.environ), "") == "0":

@@ -68,11 +68,11 @@ def _followed(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any
     """Instead of DistributedDataParallel.forward."""
     waits = self.__dict__.get(_MARK) is not True and "evener_steps" not in self.__dict__
     if waits and torch.is_grad_enabled() and _now(self):
-        from evener.ddp import AcceleratedDataParallel, LocalDataParallel
+        from evener.ddp import AcceleratedDataParallel, LocalDataParallel, NodeDataParallel
 
         # Not the model's own forward: a subclass of DDP may have called this one from there.
-        local = isinstance(self, LocalDataParallel)
-        kind: Any = LocalDataParallel if local else AcceleratedDataParallel
+        kinds: list[Any] = [NodeDataParallel, LocalDataParallel, AcceleratedDataParallel]
+        kind = next(one for one in kinds if isinstance(self, one))
         return kind.forward(self, *inputs, **kwargs)
     return _forward(self, *inputs, **kwargs)
 

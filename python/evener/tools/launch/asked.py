@@ -38,6 +38,9 @@ class Asked:
     floor: str | None
     every: int | str | None
     overlap: int | None
+    min_nodes: int | None
+    join: str | None
+    token_file: Path | None
     host_discovery_script: Path | None
     least: int | None
     most: int | None
@@ -83,8 +86,10 @@ class Asked:
         if self.is_elastic and self.ddp:
             raise UsageError(
                 "--ddp and an elastic job: torch's process groups do not change while ranks live",
-                "leave --min-np, --max-np and --host-discovery-script out, and save checkpoints",
+                "leave --min-np, --max-np and --host-discovery-script out, and save checkpoints; "
+                "or give --every and --min-nodes, and whole nodes may come and go",
             )
+        self._refuse_for_nodes()
         if self.is_elastic:
             for option, given in (
                 ("--mpi-args", self.mpi_args),
@@ -109,6 +114,29 @@ class Asked:
                 "jobs",
                 "give --min-np or --host-discovery-script too, or leave them out",
             )
+
+    def _refuse_for_nodes(self) -> None:
+        option = "--join" if self.join else "--min-nodes"
+        if self.join and self.min_nodes:
+            raise UsageError(
+                "--join and --min-nodes were both given", "the hub that is joined knows how many"
+            )
+        if self.token_file and not (self.join or self.min_nodes):
+            raise UsageError("--token-file is for --join and --min-nodes", "give one of them")
+        if not (self.join or self.min_nodes):
+            return
+        if not (self.ddp and self.every):
+            raise UsageError(f"{option} is for nodes that take local steps", "give --ddp --every N")
+        if self.every == "auto" or self.overlap:
+            what = "--every auto" if self.every == "auto" else "--overlap"
+            raise UsageError(f"{what} and {option}: nodes wait for each exchange", "give --every N")
+        if self.launcher == "mpirun" or self.map_file or self.master_port:
+            raise UsageError(
+                f"{option} with --mpi, --map or --master-port: each node is a job of its own",
+                "leave them out",
+            )
+        if self.join and not self.token_file:
+            raise UsageError("--join needs the hub's token", "give --token-file FILE")
 
     def named_hosts(self) -> list[Host] | None:
         """The hosts of -H or --hostfile. Raises UsageError for what is no host."""

@@ -66,6 +66,17 @@ from evener.tools.launch.start import start
 @click.option("--rsh", metavar="COMMAND", help="Reaches a host instead of ssh.")
 @door_options
 @click.option(
+    "--min-nodes",
+    type=click.IntRange(1),
+    help="With --every: hosts are nodes that come and go; wait until this many are there.",
+)
+@click.option("--join", metavar="HOST:PORT", help="With --every: be a node of the hub there.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="What the hub of --join wrote. With --min-nodes: write it there, for nodes that join.",
+)
+@click.option(
     "--host-discovery-script",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="Elastic: prints the hosts that there are now, a line HOST or HOST:SLOTS each.",

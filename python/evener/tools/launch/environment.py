@@ -15,6 +15,8 @@ from pathlib import Path
 import click
 
 from evener.base import programs, settings
+from evener.comm.hub.client import Place, address, own_name, promise
+from evener.comm.hub.token import Token
 from evener.door.enter import SITE, require, variables, variables_sharded
 from evener.net.plugin import adopt, has_gpus
 from evener.tools.launch import guard, horovod_path, placed
@@ -95,6 +97,28 @@ class Environment:
         if asked.fsdp:
             opened = variables_sharded(self.of_ranks)
             self._open("--fsdp", opened, "every model that fully_shard shards")
+
+    def put_hub(self, asked: Asked) -> None:
+        """Where the hub is, and which of its nodes this is. Asks the hub for a share of the data.
+
+        Raises UsageError where the hub refuses, CommError where it does not answer.
+        """
+        assert asked.join is not None and asked.token_file is not None
+        host, port = address(asked.join, "--join")
+        name = settings.EVENER_HUB_NODE.get(self.of_ranks) or own_name()
+        place = Place(host, port, Token.read(asked.token_file), name, None)
+        opened = {
+            settings.EVENER_HUB.name: asked.join,
+            settings.EVENER_HUB_TOKEN.name: place.token.text,
+            settings.EVENER_HUB_NODE.name: name,
+        }
+        said = ""
+        if not asked.dry_run:
+            slot, slots = promise(place, asked.start_timeout)
+            opened[settings.EVENER_HUB_SLOT.name] = f"{slot}/{slots}"
+            said = f", with share {slot} of {slots} of the data"
+        _say(f"--join: node {name} of the hub at {asked.join}{said}")
+        self.wishes = replace(self.wishes, env={**self.wishes.env, **opened})
 
     def _open(self, option: str, opened: Mapping[str, str], what: str) -> None:
         opened = dict(opened)

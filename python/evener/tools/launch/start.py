@@ -13,7 +13,7 @@ import click
 
 from evener.base import interfaces
 from evener.errors import UsageError
-from evener.tools.launch import preflight, probe, where
+from evener.tools.launch import nodes, preflight, probe, where
 from evener.tools.launch.asked import Asked
 from evener.tools.launch.discovery import Pool
 from evener.tools.launch.elastic import ElasticJob
@@ -39,12 +39,22 @@ def start(asked: Asked) -> None:
     """Run the job to its end. Raises UsageError before anything starts, and JobError."""
     asked.refuse_contradictions()
     found = where.find(asked)
+    if asked.min_nodes:
+        nodes.start(asked, found.hosts or [Host("localhost", asked.ranks or 1)])
+        return
     environment = Environment(asked)
     if asked.map_file:
         environment.put_map(asked.map_file, found)
     environment.put_network(asked.verbose)
     environment.put_horovod(asked.horovod, asked.verbose)
     environment.put_doors(asked)
+    if asked.join:
+        if found.hosts and len(place(found.hosts, asked.ranks)) > 1:
+            raise UsageError(
+                "--join and several hosts: each node joins by itself",
+                "give one host, or --min-nodes to start all of them from here",
+            )
+        environment.put_hub(asked)
     environment.put_log(asked.verbose)
     if asked.is_elastic:
         _elastic(asked, found, environment)

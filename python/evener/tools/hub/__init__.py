@@ -1,0 +1,3 @@
+"""`evener hub`: the one address to which nodes that come and go dial out."""
+
+__all__ = ["command"]
