@@ -13,15 +13,30 @@ done, well or not, and what rank 0 said if not.
     too long    the same with EVENER_TIMEOUT=20
     model       it comes with another model
     bit         one bit of its shared weights changes
+
+With a hub each is a node of its own, and others go on (`--cases node-killed,...`). They train for a
+while after the fault. Then a row has the rounds that node 0 had since, the longest time between two
+of them, how many rounds node 1 had after the fault, and in how many rounds digests differed.
+
+    node-killed   SIGKILL
+    node-stopped  SIGSTOP for 30 s; the hub leaves out who is silent for 10 s
+    node-one-way  what it sends does not arrive for 30 s
+    node-deaf     what is sent to it does not arrive for 30 s
+    node-halves   nothing passes between nodes 2 and 3 and the hub for 30 s
+    node-hub      the hub is killed, and started again 10 s later
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -36,6 +51,8 @@ from torch.nn.parallel import DistributedDataParallel
 from evener.ddp import accelerate
 
 CASES = ("killed", "restarted", "stopped", "too long", "model", "bit")
+NODES = {"node-killed": 20, "node-stopped": 50, "node-one-way": 60, "node-deaf": 60}
+NODES |= {"node-halves": 60, "node-hub": 40}  # seconds after the fault
 RANKS, STEPS, AT, SAVES, STOPPED, LIMIT = 3, 200, 106, 32, 30.0, 150.0
 
 
@@ -93,6 +110,33 @@ def fail(case: str, model: Any) -> None:
         model.evener.fragments[0].bucket.buffer.view(torch.int32)[0] ^= 1
 
 
+def be_a_node(case: str, folder: Path) -> None:
+    """Train as a node with a hub; say what became of its rounds."""
+    rank, fault = int(os.environ["RANK"]), folder / "fault"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    model: Any = accelerate(DistributedDataParallel(net), optimizer, every=16)
+    rounds: list[tuple[float, int, int]] = []
+    while not (fault.exists() and time.time() > float(fault.read_text() or "inf") + NODES[case]):
+        if rank == 1 and model.evener.rounds >= 5 and not fault.exists():
+            fault.with_suffix(".new").write_text(str(time.time()), encoding="utf-8")
+            fault.with_suffix(".new").replace(fault)
+            if case in ("node-killed", "node-stopped"):
+                fail(case.removeprefix("node-"), model)
+        x = torch.randn(32, 64)
+        loss = cross_entropy(model(x), x[:, :10].argmax(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.02)
+        if not rounds or model.evener.rounds != rounds[-1][1]:
+            bits = hash(str([p.detach().flatten().tolist() for p in net.parameters()]))
+            rounds.append((time.time(), model.evener.rounds, bits))
+    harness.say(rank=rank, rounds=rounds)
+
+
 def run(case: str) -> dict[str, Any]:
     """One job of `RANKS` ranks, or a second one that goes on, and what became of it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -123,6 +167,105 @@ def start(case: str, folder: Path) -> dict[str, Any]:
     }
 
 
+class Way:
+    """Between nodes and the hub: `up` and `down` say whether bytes pass."""
+
+    def __init__(self, port: int) -> None:
+        self.to, self.up, self.down = port, True, True
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._server.accept()
+            try:
+                far = socket.create_connection(("127.0.0.1", self.to))
+            except OSError:
+                near.close()
+                continue
+            for one, other, which in ((near, far, "up"), (far, near, "down")):
+                threading.Thread(target=self._pass, args=(one, other, which), daemon=True).start()
+
+    def _pass(self, one: socket.socket, other: socket.socket, which: str) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                while not getattr(self, which):  # nothing is lost for good: TCP sends it again
+                    time.sleep(0.05)
+                other.sendall(data)
+        while not getattr(self, which):
+            time.sleep(0.05)
+        for each in (one, other):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def start_hub(token: Path, port: int) -> tuple[Any, int]:
+    """A hub that listens, and its port."""
+    argv = [sys.executable, "-m", "evener", "hub", "--listen", f"127.0.0.1:{port}"]
+    argv += ["--token-file", str(token), "--min-nodes", "2", "--nodes", "4", "--silence", "10"]
+    hub = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    assert hub.stderr is not None
+    said = hub.stderr.readline().strip()
+    threading.Thread(target=hub.stderr.read, daemon=True).start()
+    return hub, int(said.rpartition(":")[2])
+
+
+def run_nodes(case: str) -> dict[str, Any]:
+    """Nodes with a hub, and what became of them."""
+    count = 4 if case == "node-halves" else RANKS
+    cut = {"node-halves": (2, 3), "node-one-way": (1,), "node-deaf": (1,)}.get(case, ())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        hub, port = start_hub(folder / "token", 0)
+        hubs, way = [hub], Way(port)
+
+        def disturb() -> None:
+            while not (folder / "fault").exists():
+                time.sleep(0.05)
+            if case == "node-hub":
+                hub.kill()
+                time.sleep(10)
+                hubs.append(start_hub(folder / "token", port)[0])
+            elif cut:
+                way.up, way.down = case == "node-deaf", case == "node-one-way"
+                time.sleep(30)
+                way.up = way.down = True
+
+        threading.Thread(target=disturb, daemon=True).start()
+        variables = {
+            "EVENER_LOG": "error",
+            "PYTHONHASHSEED": "0",
+            "EVENER_HUB_TOKEN": (folder / "token").read_text(encoding="utf-8"),
+            "NODE_PORTS": " ".join(str(way.port if r in cut else port) for r in range(count)),
+        }
+        words = ("--case", case, "--folder", name)
+        said = harness.ranks(*words, count=count, limit=LIMIT + 150, env=variables).said
+        fault = float((folder / "fault").read_text(encoding="utf-8"))
+        for one in hubs:
+            one.kill()
+            one.wait()
+    found: dict[int, list[list[Any]]] = {
+        one["rank"]: one["rounds"] for one in said if "rounds" in one
+    }
+    bits: dict[int, set[int]] = {}
+    for rounds in found.values():
+        for _, round_, digest in rounds:
+            bits.setdefault(round_, set()).add(digest)
+    first = [at for at, _, _ in found.get(0, []) if at > fault]
+    victim = 2 if case == "node-halves" else 1
+    return {
+        "finished": len(found),
+        "rounds_after": len(first),
+        "longest_gap": max(
+            (b - a for a, b in zip([fault, *first], first, strict=False)), default=0
+        ),
+        "victim_rounds_after": sum(at > fault for at, _, _ in found.get(victim, [])),
+        "differing": sum(len(each) > 1 for each in bits.values()),
+        "errors": {one["rank"]: one["error"] for one in said if "error" in one},
+    }
+
+
 def main() -> None:
     """Run the cases, and show the table."""
     parser = harness.arguments(__doc__, json="local-faults.json")
@@ -132,13 +275,26 @@ def main() -> None:
     given = parser.parse_args()
     if given.case:
         try:
-            be_a_rank(given.case, given.folder)
+            if given.case in NODES:
+                ports = os.environ["NODE_PORTS"].split()
+                os.environ["EVENER_HUB"] = f"127.0.0.1:{ports[int(os.environ['RANK'])]}"
+                be_a_node(given.case, given.folder)
+            else:
+                be_a_rank(given.case, given.folder)
         except Exception as error:
             said = " ".join(str(error).partition("\n  fix: ")[0].split())
             harness.say(rank=int(os.environ["RANK"]), at=time.time(), error=said)
             raise
         return
     rows: list[dict[str, Any]] = []
+    if given.cases and given.cases.startswith("node"):
+        for case in harness.choose(given.cases, list(NODES), "case"):
+            rows.append({"case": case, **run_nodes(case)})
+            print(rows[-1], flush=True)
+            harness.keep(given, rows=rows)
+        heads = ["", "finished", "rounds_after", "longest_gap", "victim_rounds_after", "differing"]
+        print(harness.show(heads, [[row["case"], *(row[h] for h in heads[1:])] for row in rows]))
+        return
     for case in ["none", *harness.choose(given.cases, CASES, "case")]:
         rows.append({**run(case), "case": case})
         print(rows[-1], flush=True)

@@ -124,7 +124,8 @@ def comes_and_goes() -> None:
         c.rounds.close()  # to its end: a goes on alone, although two must be there
         a.rounds.exchange()
         a.rounds.close()
-        until(hub.hub.finished.is_set, "the hub ends")
+        with mock.patch.object(server, "LINGER", 0.1):
+            until(hub.hub.finished.is_set, "the hub ends")
     finally:
         hub.stop()
 

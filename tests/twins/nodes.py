@@ -326,7 +326,7 @@ class Job:
         if fault in ("dies", "dies late", "silent") and not enough:
             fault = ""
         if len([n for n in there if n is not victim]) < self.hub.membership.need:
-            fault = fault if fault == "torn" else ""
+            fault = fault if fault in ("torn", "again") else ""
         if fault == "dies":
             victim.die()
             until(lambda: self.member(victim) is None, "the hub sees the death")
@@ -337,6 +337,12 @@ class Job:
             slots[victim.name] = self.slot(victim)
             victim.die()
             until(lambda: self.member(victim) is None, "the hub sees the death")
+        elif fault == "again":
+            waiting.append(self._ahead(victim))
+            until(lambda: self.member(victim).brought is not None, "its change is there")
+            victim.link.again()
+            until(lambda: victim.link.session == self._session + 1, "it is back")
+            until(lambda: getattr(self.member(victim), "brought", None), "its change came again")
         elif fault == "torn":
             with mock.patch.object(frames, "write", _torn(victim, frames.write)):
                 waiting.append(self._ahead(victim))
@@ -354,7 +360,7 @@ class Job:
         if not counted:
             return
         slots |= {node.name: self.slot(node) for node in acting}
-        slots |= {victim.name: self.slot(victim)} if fault == "torn" else {}
+        slots |= {victim.name: self.slot(victim)} if fault in ("torn", "again") else {}
         self.together([node.rounds.exchange for node in acting])
         for thread in waiting:
             thread.join(60)
@@ -535,7 +541,7 @@ _round = st.tuples(
     st.just("round"),
     _steps,
     _which,
-    st.sampled_from(["", "", "dies", "dies late", "torn", "digest", "silent"]),
+    st.sampled_from(["", "", "dies", "dies late", "again", "torn", "digest", "silent"]),
 ).map(list)
 ACTIONS = st.one_of(
     _round,

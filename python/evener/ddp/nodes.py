@@ -62,6 +62,11 @@ def start(
     if why := refusal(named, optimizers):
         raise UsageError(f"every={options.every}: {why}", "leave every= out, or change that")
     replace_older([parameter for _, parameter in named])
+    if any(not rounds.ended for rounds in _LIVE):
+        raise UsageError(
+            "a second model of this process: a hub averages one",
+            "put both into one module, and wrap that",
+        )
     buffers = model.will_sync_module_buffers() or bool(model.broadcast_buffers)
     rounds = NodeRounds(named, model.module, options, model.process_group, buffers)
     try:

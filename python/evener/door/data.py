@@ -87,7 +87,7 @@ def _divides(what: str, shuffles: bool) -> bool:
     if (said := f"{what}{shuffles}") not in _said:
         _said.add(said)
         if shuffles:
-            logger.info("%s: rank 0 reads share %d of %d, of all nodes' data", what, *_share())
+            logger.info("%s: this rank reads share %d of %d, of all nodes' data", what, *_share())
         else:
             logger.info(
                 "%s without shuffling: each node reads all of it, as evaluation does; for training "

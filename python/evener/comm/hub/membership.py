@@ -257,7 +257,7 @@ class Membership:
             for member in missing:
                 self._drop(member, f"the others waited {self.late:g} s for its change")
             return
-        if missing or len(inside) < self.need:
+        if missing or len(inside) < self.need or self._giver is not None:
             return
         there = sorted([*inside, *self.left.values()], key=lambda m: (m.slot, m.number))
         self._closing = True

@@ -98,6 +98,7 @@ class NodeRounds:
         self._ready = self._entered = self._said = 0  # sessions
         self._wrote = False
         self._told = 0.0
+        self.ended = False
         self._before: list[torch.Tensor] | None = None
         self._hooks = [
             m.register_load_state_dict_pre_hook(_LoadHook(self)) for m in module.modules()
@@ -379,7 +380,8 @@ class NodeRounds:
             return
         lost = self.since if self._ready and not event.fields.get("counted") else 0
         if self._ready:
-            dropped = f"; the {lost} steps since this node's last round are dropped" * bool(lost)
+            steps = f"{lost} step{'s' * (lost != 1)}"
+            dropped = f"; what it did in its last {steps} is dropped" * bool(lost)
             logger.warning(
                 "this node goes on from the shared weights of round %d%s", said["round"], dropped
             )
@@ -552,6 +554,7 @@ class NodeRounds:
     def leave(self, well: bool = True) -> None:
         """The program came to its end, `well` or not: the others do not wait for this node."""
         self.detach()
+        self.ended = True
         if self._link is not None:
             self._link.close(leave=well)
 

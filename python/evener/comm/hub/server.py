@@ -29,6 +29,9 @@ _HELLO = 10.0  # seconds for a stranger to say who it is
 _STRANGERS = 64
 _BEAT = 1.0
 _LOOK = 0.1
+LINGER = 30.0
+"""Seconds without a node, after one has come to its end, after which the hub ends: the connection
+of another one may have broken just then."""
 _ENDS = (OSError, EOFError, FrameError, asyncio.TimeoutError)
 
 
@@ -125,10 +128,14 @@ class Hub:
             ) from None
         self.port = server.sockets[0].getsockname()[1]
         try:
-            beat = self.clock()
+            beat = busy = self.clock()
             while True:
                 await asyncio.sleep(_LOOK)
                 self.look()
+                if self.membership.members or not self.membership.done:
+                    busy = self.clock()
+                elif self.clock() - busy > LINGER:
+                    self.finished.set()
                 if self.clock() - beat >= _BEAT:
                     beat = self.clock()
                     self._beat()
@@ -253,7 +260,7 @@ class Hub:
             if not peer.gives or len(payload) != self._job.form.sizes.state:
                 raise FrameError(f"shared weights of {len(payload)} bytes that nobody asked for")
             peer.gives = False
-            shared = self.shared or Shared(self._job.form.sizes)
+            shared = Shared(self._job.form.sizes)
             shared.fill(payload, claim.round, frames.count(fields, "steps"))
             if shared.claim != claim:
                 raise FrameError("its shared weights have another digest than it says")
@@ -282,8 +289,6 @@ class Hub:
         if peer.number in self.membership.members:
             self.membership.lost(peer.number)
             self._news(f"node {peer.name} is gone: its connection ended{self._here()}")
-        if self.membership.done and not self.membership.members:
-            self.finished.set()
         self.look()
 
     async def _send(self, peer: _Peer) -> None:

@@ -29,7 +29,7 @@ from evener.tools.launch.asked import Asked
 from evener.tools.launch.hosts import Host, is_local, place
 from evener.tools.launch.job import JobError
 
-_STARTS = 60.0  # seconds within which a hub must listen
+_STARTS = 180.0  # seconds within which a hub must listen: it imports torch
 _SOON = 120.0  # a node that fails earlier than this after its start has failed at it
 _TRIES = 3  # failures of that kind, one after the other, after which a node is given up
 _AGAIN = 5.0
@@ -102,8 +102,9 @@ def start(asked: Asked, hosts: list[Host]) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="evener-hub-") as folder, _signals() as stop:
         token = asked.token_file or Path(folder) / "token"
-        hub, port = _hub(token, len(hosts), least)
         own = _own_address(hosts)
+        alone = own == "127.0.0.1" and not asked.token_file
+        hub, port = _hub(own if alone else "0.0.0.0", token, len(hosts), least)
         if asked.token_file:
             _say(f"others join by `evener launch --join {own}:{port} --token-file {token.name}`")
         nodes = _Nodes(_words(asked, f"{own}:{port}", token), asked.command)
@@ -140,9 +141,9 @@ def _wait(nodes: _Nodes, hub: subprocess.Popen[str], least: int, stop: list[int]
         time.sleep(0.1)
 
 
-def _hub(token: Path, nodes: int, least: int) -> tuple[subprocess.Popen[str], int]:
+def _hub(listen: str, token: Path, nodes: int, least: int) -> tuple[subprocess.Popen[str], int]:
     """A hub in a process of its own, and its port. Raises JobError where it does not start."""
-    argv = [sys.executable, "-m", "evener", "hub", "--listen", "0.0.0.0:0"]
+    argv = [sys.executable, "-m", "evener", "hub", "--listen", f"{listen}:0"]
     argv += ["--token-file", str(token), "--nodes", str(nodes), "--min-nodes", str(least)]
     hub = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert hub.stderr is not None

@@ -21,7 +21,7 @@ def parts(records: list[Record], now: float | None = None) -> list[Table | str]:
     """What `evener stats` prints. now: seconds since 1970; default: now."""
     now = time.time() if now is None else now
     shown: list[Table | str] = [summary(records, now)]
-    for pillar, make in (("comm", _comm), ("zero", _zero), ("net", _net)):
+    for pillar, make in (("comm", _comm), ("hub", _hub), ("zero", _zero), ("net", _net)):
         mine = [record for record in records if pillar in record]
         if mine:
             shown += make(mine)
@@ -79,6 +79,23 @@ def _comm(records: list[Record]) -> list[Table | str]:
             _number(min(cosines) if cosines else None, 4),
         )
     return [table]
+
+
+def _hub(records: list[Record]) -> list[Table | str]:
+    table = _table("hub: nodes that come and go", "node place", "share received_MB sent_MB")
+    said = []
+    for record in records:
+        hub = record["hub"]
+        moved = hub["bytes_received"] / 1e6, hub["bytes_sent"] / 1e6
+        said.append(
+            f"round {hub['round']}, step {hub['steps']}, {hub['nodes']} nodes in; "
+            f"{moved[0]:.1f} MB received, {moved[1]:.1f} MB sent"
+        )
+        for member in hub["members"]:
+            moved = member["bytes_received"] / 1e6, member["bytes_sent"] / 1e6
+            cells = str(member["slot"]), f"{moved[0]:.1f}", f"{moved[1]:.1f}"
+            _add(table, record, member["name"], member["place"], *cells)
+    return [table, *said]
 
 
 def _zero(records: list[Record]) -> list[Table | str]:
