@@ -396,7 +396,8 @@ class Job:
         """Nothing is heard of it, and it cannot connect."""
         node.link.place = dataclasses.replace(node.place, port=9)
         member = self.member(node)
-        self.hub.call(lambda: setattr(member, "heard", member.heard - 1000))
+        # At once: else a word of it may come before the hub looks.
+        self.hub.call(lambda: (setattr(member, "heard", -1e9), self.hub.hub.look()))
         until(lambda: self.member(node) is None, "it is left out")
         until(lambda: node.link.lost_at is not None, "it sees the end of its connection")
 
