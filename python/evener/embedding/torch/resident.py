@@ -2,7 +2,7 @@
 
 A row is found by its number, so nothing is searched, fetched or evicted. Tables of one dim and one
 optimizer lie one behind another in an `Arena`, and are stepped together. The store has the rows
-too: it begins them, and gets those that changed whenever somebody reads it (a checkpoint, a delta).
+too: it begins them, and gets those that changed before a checkpoint or a delta reads it.
 The step is the store's arithmetic (`updates`), as in a cache of hot rows.
 """
 
