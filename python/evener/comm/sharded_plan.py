@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from evener.comm import wires
 from evener.comm.groups import Communicators
 from evener.comm.shards import FORMS
-
-if TYPE_CHECKING:
-    from evener.comm.sharded import Sharded
 
 logger = logging.getLogger("evener.fsdp")
 
@@ -41,12 +38,22 @@ HOPELESS = 1.1
 PLAIN = "fsdp2"
 
 
+class Tried(Protocol):
+    """What a planner tries ways on: a sharded model (`sharded.Sharded`)."""
+
+    def use(self, way: str) -> None:
+        """Exchange in this way from the next pass on."""
+
+    def step_aside(self) -> None:
+        """Leave the model to torch, for good."""
+
+
 class ShardedPlanner:
-    """Chooses for one `Sharded`, which calls `begins`. `times`: ms per step of each way tried."""
+    """Chooses for one model, which calls `begins`. `times`: ms per step of each way tried."""
 
     def __init__(
         self,
-        sharded: Sharded,
+        sharded: Tried,
         floor: str,
         parameters: Sequence[torch.Tensor],
         communicators: Communicators,
