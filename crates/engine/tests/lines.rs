@@ -40,6 +40,15 @@ fn config(choice: Choice, interface: &str) -> Config {
     }
 }
 
+/// Set when it goes, also by a panic: who waits for it would wait for ever.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Messages, while paths are cut: what was on them goes again, later than what came after it.
 fn run(a: &Engine, b: &Engine, job: Job) -> Seen {
     let (send, receive) = pair(a, b);
@@ -52,9 +61,8 @@ fn run(a: &Engine, b: &Engine, job: Job) -> Seen {
                 a.cut_paths(1);
             }
         });
-        let seen = lines::receive(b, &receive, job);
-        over.store(true, Ordering::Relaxed);
-        seen
+        let _over = Over(&over);
+        lines::receive(b, &receive, job)
     });
     a.release(&send);
     b.release(&receive);

@@ -19,7 +19,7 @@ use crate::udp::ports::{Came, Reader};
 use crate::udp::signals::{self, Signals};
 
 /// A peer has ended when it was silent for this long, and this many packets to it were refused.
-const MISSED: (Duration, u32) = (Duration::from_secs(1), 2);
+const MISSED: (Duration, u32) = (Duration::from_secs(2), 2);
 
 impl Association {
     /// Reads what a socket has. How many packets came.
