@@ -21,7 +21,7 @@ def test_what_crosses_the_wire_is_near_the_deduplicated_bound() -> None:
         done = lab.launch(
             [sys.executable, "-m", "tests.embedding.lab_ranks"],
             cwd=ROOT,
-            timeout=100,
+            timeout=300,
             on_line=lambda *told: lines.append(told[3]),
         )
     found = [json.loads(line) for line in lines if line.startswith("{")]
