@@ -8,7 +8,7 @@ import pytest
 
 from evener.tools.lab import Lab, unavailable
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(360)]
 ROOT = Path(__file__).parents[2]
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 import click
 
 from evener.base import programs, settings
-from evener.comm.hub.client import Place, address, own_name, promise
-from evener.comm.hub.token import Token
 from evener.door.enter import SITE, require, variables, variables_sharded
 from evener.net.plugin import adopt, has_gpus
 from evener.tools.launch import guard, horovod_path, placed
@@ -103,6 +101,10 @@ class Environment:
 
         Raises UsageError where the hub refuses, CommError where it does not answer.
         """
+        # With asyncio, which no help or completion needs.
+        from evener.comm.hub.client import Place, address, own_name, promise
+        from evener.comm.hub.token import Token
+
         assert asked.join is not None and asked.token_file is not None
         host, port = address(asked.join, "--join")
         name = settings.EVENER_HUB_NODE.get(self.of_ranks) or own_name()
