@@ -318,7 +318,7 @@ def refusals(rank: int, size: int) -> dict[str, str]:
 
     refused("plain", lambda: evener.fsdp.accelerate(model()))
     alone = shard(model(), mesh["shard"])
-    refused("no replicas", lambda: evener.fsdp.accelerate(alone, floor="int8"))
+    refused("no replicas", lambda: evener.fsdp.accelerate(alone, ratio=0.1))
     both = shard(model(), mesh)
     refused("both", lambda: evener.fsdp.accelerate(both, replicate=mesh["replicate"]))
     refused("mode", lambda: evener.fsdp.accelerate(both, mode="fp8"))
@@ -340,7 +340,7 @@ def refusals(rank: int, size: int) -> dict[str, str]:
 def test_refusals_name_the_fix() -> None:
     found = worlds.run([2, 2], refusals)[0]
     assert "fully_shard" in found["plain"]
-    assert "leave floor= out" in found["no replicas"]
+    assert "leave ratio= out" in found["no replicas"]
     assert "leave replicate= out" in found["both"]
     assert "choose one of auto" in found["mode"]
     assert "mode='auto'" in found["floor"]
