@@ -176,8 +176,8 @@ def main() -> None:
 
 
 def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each network and engine the run of the median rate; one that did not end counts as the
-    slowest."""
+    """The run with the median rate, for each network and engine. One that did not end counts as
+    the slowest."""
     kinds = dict.fromkeys((row["network"], row["engine"]) for row in rows)
     found = []
     for network, engine in kinds:

@@ -200,7 +200,7 @@ class MirroredGather(AllGather):
 
     @property
     def traffic(self) -> Traffic:
-        """Of the whole model."""
+        """What the whole model has sent."""
         return self.mirror.traffic
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -43,7 +43,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -59,6 +58,7 @@ from evener.comm.exchange import Exchange
 from evener.comm.fragments import Flight, Fragment, digest
 from evener.comm.groups import Communicators
 from evener.comm.lanes import Lanes, StreamLanes, ThreadLanes
+from evener.comm.loads import LoadHook
 from evener.comm.options import Options
 from evener.comm.reducer import device_of
 from evener.errors import UsageError
@@ -129,7 +129,7 @@ class Rounds:
         self.fragments = self._lay_out()
         with torch.no_grad():
             self._start_equal()
-        hook = _LoadHook(self)
+        hook = LoadHook(self)
         self._hooks = [m.register_load_state_dict_pre_hook(hook) for m in module.modules()]
         if self.communicators.rank == 0:
             logger.info("%s", self.describe())
@@ -684,18 +684,3 @@ def _finite(parameters: Sequence[torch.Tensor]) -> bool:
 def _saved(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU without the buffer that it is a view of."""
     return tensor.detach().to("cpu", copy=True).clone()
-
-
-class _LoadHook:
-    """Tells `rounds` of a `load_state_dict`. Copies of a module, by any way, have an idle one."""
-
-    def __init__(self, rounds: Rounds | None = None) -> None:
-        self._rounds = None if rounds is None else weakref.ref(rounds)
-
-    def __call__(self, *_: Any) -> None:
-        rounds = None if self._rounds is None else self._rounds()
-        if rounds is not None:
-            rounds.will_load()
-
-    def __reduce__(self) -> Any:
-        return _LoadHook, ()

@@ -320,7 +320,7 @@ def _gathered_bytes(unit: Any) -> int:
 
 
 def _kept_bytes(units: Sequence[tuple[Unit, Any]], group: Any) -> int:
-    """Of error feedback, on each rank, at most: bf16, for all rows but the own one."""
+    """Bytes that error feedback takes per rank, at most: bf16, for every other rank's rows."""
     rows = group.size() - 1
     return sum(2 * rows * unit.numel for unit, _ in units if not unit.all_small)
 

@@ -35,6 +35,7 @@ from evener.comm.hub import frames
 from evener.comm.hub.client import Event, Link, Place, said_by
 from evener.comm.hub.frames import Fields
 from evener.comm.hub.shared import Form, Outer, Shared, Sizes, job_of
+from evener.comm.loads import LoadHook
 from evener.comm.options import Options
 from evener.comm.reducer import device_of
 from evener.errors import EvenerError, UsageError
@@ -101,7 +102,7 @@ class NodeRounds:
         self.ended = False
         self._before: list[torch.Tensor] | None = None
         self._hooks = [
-            m.register_load_state_dict_pre_hook(_LoadHook(self)) for m in module.modules()
+            m.register_load_state_dict_pre_hook(LoadHook(self)) for m in module.modules()
         ]
         if self._rank == 0:
             with torch.no_grad():
@@ -573,18 +574,3 @@ class NodeRounds:
         """`leave`, and give the groups to the next user: in the same order on all ranks."""
         self.leave()
         self.communicators.close()
-
-
-class _LoadHook:
-    """Tells `rounds` of a `load_state_dict`. Copies of a module, by any way, have an idle one."""
-
-    def __init__(self, rounds: NodeRounds | None = None) -> None:
-        self._rounds = None if rounds is None else weakref.ref(rounds)
-
-    def __call__(self, *_: Any) -> None:
-        rounds = None if self._rounds is None else self._rounds()
-        if rounds is not None:
-            rounds.will_load()
-
-    def __reduce__(self) -> Any:
-        return _LoadHook, ()

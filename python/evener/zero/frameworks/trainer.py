@@ -43,7 +43,7 @@ def trainer(
             super().create_accelerator_and_postprocess()
             settings = dataclasses.replace(read(config))
             args = self.args
-            # The second is the name since transformers 5.24. Two engines would recompute twice.
+            # The engine recomputes blocks, so Trainer must not. transformers 5.24 renamed it.
             for name in ("gradient_checkpointing", "activation_checkpointing"):
                 if getattr(args, name, None):
                     setattr(args, name, False)
