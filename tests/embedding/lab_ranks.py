@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from evener.embedding import Adagrad, Options
+from evener.embedding.parts import hashes
 from evener.embedding.torch import DynamicEmbedding, DynamicOptimizer
-from evener.embedding.torch.sharded import hashes
 from tests import forked
 
 DIM, STEPS, IDS = 32, 6, 16_384

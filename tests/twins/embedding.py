@@ -39,14 +39,15 @@ from evener.embedding import (
     Sgd,
     Store,
     Ttl,
+    folders,
     forget,
+    parts,
 )
 from evener.embedding import store as store_module
 from evener.embedding.torch import (
     DynamicEmbedding,
     DynamicEmbeddingBag,
     DynamicOptimizer,
-    checkpoint,
     dcp,
     inputs,
     load,
@@ -732,12 +733,12 @@ def _old_output(out: Any, shape: Any, dtype: Any, _what: str) -> Any:
 
 
 def _by_step(root: Path) -> list[Path]:
-    return sorted(path.parent for path in root.glob(f"step-*/{checkpoint.MANIFEST}"))
+    return sorted(path.parent for path in root.glob(f"step-*/{folders.MANIFEST}"))
 
 
 def _values_alone(table: Table, rows: Any) -> bytes:
     """What another rank wrote, without slots."""
-    with table_state._aside(table, table_state._bytes(rows)) as other:
+    with parts.aside(table_state.held(table), table_state._bytes(rows)) as other:
         for chunk in list(other.export_rows()):
             values = chunk.values.copy()
             values[:, DIM:] = 0
@@ -752,16 +753,14 @@ def _own_table(cls: Any, options: Options, name: str | None, **how: Any) -> Tabl
 _POOL = Bag._pool
 FAULTS: dict[str, Any] = {
     "checkpoints are in the order of their steps": lambda: mock.patch.object(
-        checkpoint, "_whole", _by_step
+        folders, "_whole", _by_step
     ),
     "checkpoints are in the chain of deltas": _one_chain,
     "torch.distributed.checkpoint keeps one rank's rows": lambda: mock.patch.object(
         table_state, "part", lambda *_: "0-of-1"
     ),
     "slots do not go to other ranks": lambda: mock.patch.object(dcp, "own_rows", _values_alone),
-    "rows of other owners stay": lambda: mock.patch.object(
-        table_state, "_keep_own", lambda *_: None
-    ),
+    "rows of other owners stay": lambda: mock.patch.object(parts, "keep_own", lambda *_: None),
     "a failed backward pass stays": _old_pass,
     "modules of one name step each": lambda: mock.patch.object(
         Table, "named", classmethod(_own_table)

@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from hypothesis import strategies as st
 from torch import nn
 
-from evener.embedding import Counter, Options, forget
+from evener.embedding import Counter, Options, forget, parts
 from evener.embedding.torch import DynamicEmbedding, DynamicOptimizer, lookups, no_sync, sharded
 from evener.embedding.torch import state as table_state
 from evener.embedding.torch.dcp import TableLoadPlanner
@@ -531,7 +531,7 @@ FAULTS: dict[str, Any] = {
     ),
     "parts change places": lambda: mock.patch.object(Stage, "_move", _turned),
     "ranks keep rows of other owners": lambda: mock.patch.object(
-        table_state, "_keep_own", lambda *_: None
+        parts, "keep_own", lambda *_: None
     ),
     "a load leaves the count of steps": lambda: mock.patch.object(
         table_state, "set_state", _steps_stay

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evener.embedding import Adagrad, Options, forget
+from evener.embedding.parts import hashes
 from evener.embedding.torch import (
     DynamicEmbedding,
     DynamicEmbeddingBag,
@@ -17,7 +18,6 @@ from evener.embedding.torch import (
     no_sync,
 )
 from evener.embedding.torch.forms import decode, encode, width
-from evener.embedding.torch.sharded import hashes
 from tests import worlds
 
 DIM, STEPS, BATCH = 8, 6, 12

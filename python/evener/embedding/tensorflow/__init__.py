@@ -28,6 +28,7 @@ except ModuleNotFoundError as _missing:
     ) from None
 
 from evener.embedding.tensorflow import _library
+from evener.embedding.tensorflow._checkpoint import load, save
 from evener.embedding.tensorflow._get import get_variable
 from evener.embedding.tensorflow._lookup import (
     embedding_lookup,
@@ -78,6 +79,8 @@ __all__ = [
     "group_embedding_lookup_sparse",
     "inference",
     "library_path",
+    "load",
     "safe_embedding_lookup_sparse",
+    "save",
     "thaw",
 ]

@@ -43,6 +43,7 @@ def get_variable(
     ev_option: EmbeddingVariableOption | None = None,
     optimizer: Mapping[str, Any] | None = None,
     seed: int | None = None,
+    shard: bool = False,
     **unused: Any,
 ) -> DynamicVariable:
     """The dynamic embedding `name`, made at the first call; the same one at the next.
@@ -53,7 +54,8 @@ def get_variable(
     servers. `partitioner`: of TensorFlow 1; as many stores as it makes parts. `init_size`: rows
     to make room for. `optimizer`: the store's own (`{"kind": "lazy_adam"}`), instead of what
     `DynamicEmbeddingOptimizer` brings. Inside a `tf.compat.v1.variable_scope` the name is the
-    scope's, then `name`. `checkpoint`: whether a Saver of TensorFlow 1 holds it. TFRA's
+    scope's, then `name`. `checkpoint`: whether a Saver of TensorFlow 1 holds it. `shard`: rows are
+    spread over the ranks of a Horovod job, and each lookup is collective. TFRA's
     `kv_creator` and `bp_v2`, which say how its tables work inside, are taken and have no effect.
 
     Raises UsageError where the name exists with other options, or an argument cannot be.
@@ -78,6 +80,11 @@ def get_variable(
         parts = _partitions(partitioner, int(size), max(1, init_size))
     full = shared_name or _scoped(name)
     if (found := _existing(full)) is not None:
+        if (found.ranks is not None) != shard:
+            raise UsageError(
+                f"embedding {full!r} exists with shard={not shard}",
+                "give the new one another name, or close() the old one",
+            )
         if found.dim != int(size) or found.key_dtype != tf.as_dtype(key_dtype):
             raise UsageError(
                 f"embedding {full!r} exists with dim {found.dim} and keys {found.key_dtype.name}, "
@@ -100,6 +107,7 @@ def get_variable(
         ev_option=ev_option,
         optimizer=optimizer,
         checkpoint=checkpoint,
+        shard=shard,
     )
     _remember(full, made)
     return made

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from evener.embedding.tensorflow._sharded import Asked, look
 from evener.embedding.tensorflow._variable import DynamicVariable
 from evener.errors import UsageError
 
@@ -51,9 +52,8 @@ def embedding_lookup_unique(
     table = _one(params)
     keys = table.keys(ids, insert)
     with tf.name_scope(name or "embedding_lookup_unique"):
-        unique, places = tf.unique(tf.reshape(keys, [-1]))
-        rows = tf.gather(_rows(table, unique, insert, max_norm), places)
-        rows = tf.reshape(rows, tf.concat([tf.shape(keys), [table.dim]], 0))
+        rows = _once([Asked(table, tf.reshape(keys, [-1]), table.adds(insert))])[0]
+        rows = tf.reshape(_clipped(rows, max_norm), tf.concat([tf.shape(keys), [table.dim]], 0))
         rows.set_shape(keys.shape.concatenate([table.dim]))
     return (rows, table.anchor) if return_trainable else rows
 
@@ -77,19 +77,9 @@ def embedding_lookup_sparse(
     the last one with ids give zeros too.
     """
     table = _one(params)
-    if not isinstance(sp_ids, tf.SparseTensor):
-        sp_ids = _sparse(table, sp_ids)
-    combiner = _combiner(combiner)
-    _match(table, sp_ids, sp_weights)
-    keys = table.keys(sp_ids.values, insert)
     with tf.name_scope(name or "embedding_lookup_sparse"):
-        weights = None if sp_weights is None else tf.cast(sp_weights.values, tf.float32)
-        rows = _combine(
-            table, keys, sp_ids.indices[:, 0], weights, sp_ids.dense_shape[0],
-            combiner, max_norm, insert,
-        )  # fmt: skip
-        static = tf.get_static_value(sp_ids.dense_shape)
-        rows.set_shape([None if static is None else int(static[0]), table.dim])
+        asked, pooled = _sparse_lines(table, sp_ids, sp_weights, combiner, max_norm, insert)
+        rows = pooled(_once([asked])[0])
     return (rows, table.anchor) if return_trainable else rows
 
 
@@ -112,35 +102,11 @@ def safe_embedding_lookup_sparse(
     for "sum". Every id is valid, negative ones too.
     """
     table = _one(embedding_weights)
-    if not isinstance(sparse_ids, tf.SparseTensor):
-        sparse_ids = _sparse(table, sparse_ids)
-    combiner = _combiner(combiner)
-    _match(table, sparse_ids, sparse_weights)
     with tf.name_scope(name or "safe_embedding_lookup_sparse"):
-        shape = tf.cast(sparse_ids.dense_shape, tf.int64)
-        rank = sparse_ids.shape.rank
-        lines = tf.reduce_prod(shape[:-1])
-        ids = tf.sparse.reshape(sparse_ids, tf.stack([lines, shape[-1]]))
-        weights = None if sparse_weights is None else tf.cast(sparse_weights.values, tf.float32)
-        if weights is not None and combiner != "sum":
-            kept = weights > 0
-            ids, weights = tf.sparse.retain(ids, kept), tf.boolean_mask(weights, kept)
-        keys, segments = table.keys(ids.values, insert), ids.indices[:, 0]
-        empty = None
-        if default_id is not None:
-            seen = tf.math.unsorted_segment_sum(tf.ones_like(segments), segments, lines)
-            empty = tf.where(tf.equal(seen, 0))[:, 0]
-            default = table.keys(tf.reshape(tf.convert_to_tensor(default_id), [1]), insert)
-            keys = tf.concat([keys, tf.tile(default, [tf.size(empty)])], 0)
-            segments = tf.concat([segments, empty], 0)
-            if weights is not None:
-                weights = tf.concat([weights, tf.ones([tf.size(empty)])], 0)
-        rows = _combine(table, keys, segments, weights, lines, combiner, max_norm, insert)
-        rows = tf.reshape(rows, tf.concat([shape[:-1], [table.dim]], 0))
-        if rank is not None:
-            static = tf.get_static_value(sparse_ids.dense_shape)
-            known = [None] * (rank - 1) if static is None else [int(n) for n in static[:-1]]
-            rows.set_shape([*known, table.dim])
+        asked, pooled = safe_lines(
+            table, sparse_ids, sparse_weights, combiner, default_id, max_norm, insert
+        )
+        rows = pooled(_once([asked])[0])
     return (rows, table.anchor) if return_trainable else rows
 
 
@@ -157,8 +123,8 @@ def group_embedding_lookup_sparse(
 ) -> list[Any]:
     """`embedding_lookup_sparse` for several tables: a list of [n, dim], in order. As in DeepRec.
 
-    Raises UsageError where the lists differ in length, or for what this does not do
-    (`is_sequence`).
+    Tables that are spread over ranks cross in one exchange. Raises UsageError where the lists
+    differ in length, or for what this does not do (`is_sequence`).
     """
     if is_sequence:
         raise UsageError(
@@ -173,10 +139,12 @@ def group_embedding_lookup_sparse(
                 "give one of each per table",
             )
     with tf.name_scope(name or "group_embedding_lookup_sparse"):
-        return [
-            embedding_lookup_sparse(table, ids, weight, combiner=combiner, insert=insert)
+        lines = [
+            _sparse_lines(_one(table), ids, weight, combiner, None, insert)
             for table, ids, weight, combiner in zip(params, sp_ids, weights, combiners, strict=True)
         ]
+        found = _once([asked for asked, _ in lines])
+        return [pooled(rows) for (_, pooled), rows in zip(lines, found, strict=True)]
 
 
 def _one(params: Any) -> DynamicVariable:
@@ -227,27 +195,109 @@ def _clipped(rows: Any, max_norm: float | None) -> Any:
     return rows if max_norm is None else tf.clip_by_norm(rows, max_norm, axes=[-1])
 
 
-def _rows(table: DynamicVariable, keys: Any, insert: bool | None, max_norm: float | None) -> Any:
-    """The rows of keys that `table.keys` has made already."""
-    return _clipped(table.lookup_keys(keys, insert=insert), max_norm)
+# Rows [n, dim], one per key that was asked for, to what a lookup gives.
+Pooled = Callable[[Any], Any]
+
+
+def _once(asked: Sequence[Asked]) -> list[Any]:
+    """Rows [n, dim] of each, where a key that comes several times is looked up, and counts, once.
+
+    Those of all tables that are spread over ranks come in one exchange.
+    """
+    found: list[Any] = [None] * len(asked)
+    spread = [i for i, each in enumerate(asked) if each.table.ranks is not None]
+    for i, each in enumerate(asked):
+        if each.table.ranks is None:
+            unique, places = tf.unique(each.keys)
+            found[i] = tf.gather(each.table.lookup_keys(unique, insert=each.adds), places)
+    if spread:
+        for i, rows in zip(spread, lookup_spread([asked[i] for i in spread]), strict=True):
+            found[i] = rows
+    return found
+
+
+def lookup_spread(asked: Sequence[Asked]) -> list[Any]:
+    """Rows [n, dim] of each, of tables that are spread over ranks, in one exchange."""
+    found = zip(look(asked), asked, strict=True)
+    return [tf.cast(rows, each.table.value_dtype) for rows, each in found]
+
+
+def _sparse_lines(
+    table: DynamicVariable,
+    ids: Any,
+    weights: Any,
+    combiner: str | None,
+    max_norm: float | None,
+    insert: bool | None,
+) -> tuple[Asked, Pooled]:
+    """What `embedding_lookup_sparse` asks for, and what it makes of the rows."""
+    if not isinstance(ids, tf.SparseTensor):
+        ids = _sparse(table, ids)
+    kind = _combiner(combiner)
+    _match(table, ids, weights)
+    each = None if weights is None else tf.cast(weights.values, tf.float32)
+    static = tf.get_static_value(ids.dense_shape)
+
+    def pooled(rows: Any) -> Any:
+        rows = _combine(
+            table, _clipped(rows, max_norm), ids.indices[:, 0], each, ids.dense_shape[0], kind
+        )
+        rows.set_shape([None if static is None else int(static[0]), table.dim])
+        return rows
+
+    return Asked(table, table.keys(ids.values, insert), table.adds(insert)), pooled
+
+
+def safe_lines(
+    table: DynamicVariable,
+    ids: Any,
+    sparse_weights: Any = None,
+    combiner: str | None = None,
+    default_id: Any = None,
+    max_norm: float | None = None,
+    insert: bool | None = None,
+) -> tuple[Asked, Pooled]:
+    """What `safe_embedding_lookup_sparse` asks for, and what it makes of the rows."""
+    if not isinstance(ids, tf.SparseTensor):
+        ids = _sparse(table, ids)
+    kind = _combiner(combiner)
+    _match(table, ids, sparse_weights)
+    shape = tf.cast(ids.dense_shape, tf.int64)
+    rank, static = ids.shape.rank, tf.get_static_value(ids.dense_shape)
+    lines = tf.reduce_prod(shape[:-1])
+    ids = tf.sparse.reshape(ids, tf.stack([lines, shape[-1]]))
+    weights = None if sparse_weights is None else tf.cast(sparse_weights.values, tf.float32)
+    if weights is not None and kind != "sum":
+        kept = weights > 0
+        ids, weights = tf.sparse.retain(ids, kept), tf.boolean_mask(weights, kept)
+    keys, segments = table.keys(ids.values, insert), ids.indices[:, 0]
+    if default_id is not None:
+        seen = tf.math.unsorted_segment_sum(tf.ones_like(segments), segments, lines)
+        empty = tf.where(tf.equal(seen, 0))[:, 0]
+        default = table.keys(tf.reshape(tf.convert_to_tensor(default_id), [1]), insert)
+        keys = tf.concat([keys, tf.tile(default, [tf.size(empty)])], 0)
+        segments = tf.concat([segments, empty], 0)
+        if weights is not None:
+            weights = tf.concat([weights, tf.ones([tf.size(empty)])], 0)
+
+    def pooled(rows: Any) -> Any:
+        rows = _combine(table, _clipped(rows, max_norm), segments, weights, lines, kind)
+        rows = tf.reshape(rows, tf.concat([shape[:-1], [table.dim]], 0))
+        if rank is not None:
+            known = [None] * (rank - 1) if static is None else [int(n) for n in static[:-1]]
+            rows.set_shape([*known, table.dim])
+        return rows
+
+    return Asked(table, keys, table.adds(insert)), pooled
 
 
 def _combine(
-    table: DynamicVariable,
-    keys: Any,
-    segments: Any,
-    weights: Any,
-    lines: Any,
-    combiner: str,
-    max_norm: float | None,
-    insert: bool | None,
+    table: DynamicVariable, rows: Any, segments: Any, weights: Any, lines: Any, combiner: str
 ) -> Any:
-    """The rows of `keys` combined by `segments`: [lines, dim]."""
-    unique, places = tf.unique(keys)
-    rows = tf.gather(_rows(table, unique, insert, max_norm), places)
+    """Rows [n, dim] combined by `segments`: [lines, dim]."""
     wide = tf.cast(rows, tf.float32)
     if weights is None:
-        weights = tf.ones(tf.shape(keys))
+        weights = tf.ones(tf.shape(segments))
     else:
         wide = wide * weights[:, None]
     total = tf.math.unsorted_segment_sum(wide, segments, lines)

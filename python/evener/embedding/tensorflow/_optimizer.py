@@ -359,16 +359,29 @@ def _say_rest(optimizer: Any, table: Any) -> None:
 
 
 def _finite(grads: list[Any], variables: list[Any]) -> list[Any]:
-    """Ops that raise InvalidArgumentError where a gradient of a table is not finite."""
-    checks = []
+    """Ops that raise InvalidArgumentError where a gradient of a table is not finite.
+
+    On all ranks where tables are spread over them. Collective then.
+    """
+    checks, spread = [], []
     for gradient, variable in zip(grads, variables, strict=False):
         table = table_of(variable)
         if table is None or not isinstance(gradient, tf.IndexedSlices):
             continue
         fine = tf.reduce_all(tf.math.is_finite(gradient.values))
-        words = f"embedding {table.name!r}: a gradient is NaN or infinite: nothing was changed"
-        checks.append(tf.debugging.Assert(fine, [words]))
+        if table.ranks is None:
+            checks.append(tf.debugging.Assert(fine, [_not_finite(table.name)]))
+        else:
+            spread.append((table, fine))
+    if spread:
+        fine = spread[0][0].ranks.agree(tf.reduce_all([fine for _, fine in spread]))
+        names = ", ".join(table.name for table, _ in spread)
+        checks.append(tf.debugging.Assert(fine, [_not_finite(names)]))
     return [check for check in checks if check is not None]
+
+
+def _not_finite(name: str) -> str:
+    return f"embedding {name!r}: a gradient is NaN or infinite: nothing was changed"
 
 
 def _nothing(dim: int) -> Any:
@@ -376,9 +389,13 @@ def _nothing(dim: int) -> Any:
 
 
 def _check_finite(self: Any, grads: Any) -> Any:
-    """LossScaleOptimizer's: whether a step is finite, by the values of slices."""
+    """LossScaleOptimizer's: whether a step is finite, by the values of slices; alike on all ranks
+    where a table is spread over them."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+    fine = tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+    tables = [t for v in getattr(self, "_trainable_variables", []) if (t := table_of(v))]
+    ranks = next((table.ranks for table in tables if table.ranks is not None), None)
+    return fine if ranks is None else ranks.agree(fine)
 
 
 class _V1:

@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.training.saving import saveable_object
 
-from evener.embedding.tensorflow import _gradients, _library, _stores
+from evener.embedding.tensorflow import _gradients, _library, _sharded, _stores
 from evener.embedding.tensorflow._options import EmbeddingVariableOption, initial
 from evener.errors import UsageError
 
@@ -69,6 +69,7 @@ class _Part(tf.saved_model.experimental.TrackableResource):
         self.name = name
         self.device = device
         self.options = dict(options)
+        self.spread = False  # whether other ranks have rows of it too
         self.store = _stores.open_store(name, self.options)
         # What every op of this store takes.
         self.attributes = {"store": name, "options": json.dumps(self.options)}
@@ -90,12 +91,22 @@ class _Part(tf.saved_model.experimental.TrackableResource):
     def _destroy_resource(self) -> None:
         """The store stays in the process until it is closed."""
 
+    def whole(self) -> None:
+        """Raise UsageError where this rank has some of the rows alone."""
+        if self.spread:
+            raise UsageError(
+                f"this rank has its own rows of embedding {self.name!r} alone",
+                "save and load it on all ranks, with evener.embedding.tensorflow.save and load",
+            )
+
     def _serialize_to_tensors(self) -> dict[str, Any]:
+        self.whole()
         with tf.device("CPU:0"):
             saved = _library.ops().evener_embedding_save(**self.attributes)
         return {"snapshot": saved.snapshot, "made_with": saved.made_with}
 
     def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
+        self.whole()
         # Traced by tf.saved_model.save, this is what a server runs: there the store only serves.
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         with tf.device("CPU:0"):
@@ -134,7 +145,9 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
     """A table of rows [dim], by int64 or string keys; made by `get_variable`.
 
     Attributes: `name`, `dim`, `key_dtype`, `value_dtype`, `trainable`, `anchor` (see the module),
-    `devices`. With several devices the rows are spread over one store per device by key.
+    `devices`. With several devices the rows are spread over one store per device by key. `ranks`:
+    those over which rows are spread (`_sharded`), None where each has all. Then what is not a
+    lookup (`size`, `export`, `remove`, `evict`) is of this rank's own rows.
     """
 
     def __init__(
@@ -154,9 +167,11 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         optimizer: Mapping[str, Any] | None = None,
         checkpoint: bool = True,
         anchor: Any = None,
+        shard: bool = False,
     ) -> None:
         super().__init__()
         _library.ops()
+        self.ranks = _ranks(name, key_dtype, parts) if shard else None
         self.name = name
         self.dim = int(dim)
         self.key_dtype = tf.as_dtype(key_dtype)
@@ -202,6 +217,8 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         self.parts = [
             _Part(part, options, place) for part, place in zip(names, places, strict=True)
         ]
+        for part in self.parts:
+            part.spread = self.ranks is not None and self.ranks.size > 1
         self.anchor = anchor if anchor is not None else self._make_anchor()
         _set_table(self.anchor, self)
         inner = getattr(self.anchor, "value", None)
@@ -235,7 +252,7 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         # Compared by identity first: TensorFlow's == of types takes a microsecond.
         if getattr(ids, "dtype", None) is _INT64 and self._int_keys and isinstance(ids, tf.Tensor):
             return ids
-        insert = self._adds(insert)
+        insert = self.adds(insert)
         if isinstance(ids, _COMPOSITE):
             kind = "sparse" if isinstance(ids, tf.SparseTensor) else "ragged"
             raise UsageError(
@@ -294,12 +311,24 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         """
         return self.lookup_keys(self.keys(ids, insert), insert=insert, name=name)
 
-    def _adds(self, insert: bool | None) -> bool:
+    def adds(self, insert: bool | None) -> bool:
+        """Whether a lookup adds rows."""
         return self.trainable and not _inference if insert is None else insert
 
     def lookup_keys(self, keys: Any, *, insert: bool | None = None, name: str | None = None) -> Any:
         """`lookup` of what `keys` made of ids."""
-        adds = self._adds(insert)
+        adds = self.adds(insert)
+        if self.ranks is None:
+            rows = self.rows_here(keys, adds, name)
+        else:
+            asked = _sharded.Asked(self, tf.reshape(keys, [-1]), adds)
+            flat = _sharded.look([asked])[0]
+            rows = tf.reshape(flat, tf.concat([tf.shape(keys), [self.dim]], 0), name=name)
+            rows.set_shape(keys.shape.concatenate([self.dim]))
+        return rows if self._whole else tf.cast(rows, self.value_dtype)
+
+    def rows_here(self, keys: Any, adds: bool, name: str | None = None) -> Any:
+        """float32 rows of this process's stores, whose gradient goes to the anchor."""
         anchor = self._watched
         op = self._lookup_op
         outside = None if _eagerly() else _gradients.outside()
@@ -328,7 +357,7 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
             flat = tf.dynamic_stitch(places, found)
             rows = tf.reshape(flat, tf.concat([tf.shape(keys), [self.dim]], 0), name=name)
             rows.set_shape(keys.shape.concatenate([self.dim]))
-        return rows if self._whole else tf.cast(rows, self.value_dtype)
+        return rows
 
     def apply_gradients(self, slices: Any, *, learning_rate: Any = -1.0, step: Any = -1) -> Any:
         """One step of the store's optimizer with `slices` (tf.IndexedSlices of keys and gradients).
@@ -416,14 +445,20 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         Weights, optimizer slots, frequencies, versions. Eager: it acts at once.
         """
         folder = Path(dirpath)
+        self._all_here()
         folder.mkdir(parents=True, exist_ok=True)
         for part in self.parts:
             _stores.save(part.store, folder)
 
     def load_from_file_system(self, dirpath: str) -> None:
         """Replaces the content by what `save_to_file_system` wrote, from either framework."""
+        self._all_here()
         for part in self.parts:
             _stores.restore(part.store, Path(dirpath))
+
+    def _all_here(self) -> None:
+        for part in self.parts:
+            part.whole()
 
     def close(self) -> None:
         """Gives the memory back. The variable and graphs that use it must not run again."""
@@ -466,7 +501,7 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
     def _each(self, keys: Any, op: str, values: Any = None) -> Any:
         run = getattr(_library.ops(), op)
         if len(self.parts) == 1:
-            with _on(self.parts[0]):
+            with _on(self.parts[0]), tf.control_dependencies(self._own(keys, values)):
                 given = [keys] if values is None else [keys, values]
                 return run(*given, **self.parts[0].attributes)
         shares, places = self._by_part(keys)
@@ -477,6 +512,17 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
                 done.append(run(*given, **part.attributes))
         return done
 
+    def _own(self, keys: Any, values: Any) -> list[Any]:
+        """What raises where values are set of rows that other ranks have."""
+        if self.ranks is None or values is None:
+            return []
+        own = tf.reduce_all(tf.equal(self.ranks.owner(keys), self.ranks.rank))
+        words = (
+            f"embedding {self.name!r}: other ranks own some of these keys; give each rank its own"
+        )
+        check = tf.debugging.Assert(own, [words])
+        return [] if check is None else [check]
+
     def _total(self, counts: Any) -> Any:
         return tf.add_n(counts) if isinstance(counts, list) else counts
 
@@ -484,6 +530,22 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
 def _on(part: _Part) -> Any:
     """The device of a part: where the program said, else the CPU of wherever the op is put."""
     return tf.device(part.device or "CPU:0")
+
+
+def _ranks(name: str, key_dtype: Any, parts: int) -> _sharded.Ranks:
+    """Those that rows are spread over. Raises UsageError for what cannot be spread."""
+    if tf.as_dtype(key_dtype) == tf.string:
+        raise UsageError(
+            f"embedding {name!r} has string keys, whose numbers each rank makes by itself",
+            "hash strings to int64 before: tf.strings.to_hash_bucket_fast(strings, 2**62)",
+        )
+    if parts > 1 or graph_of_v1() is not None:
+        raise UsageError(
+            f"embedding {name!r} cannot have shard=True beside devices, partitioners and graphs of "
+            "TensorFlow 1",
+            "leave them out: each rank is a part",
+        )
+    return _sharded.Ranks.found(name)
 
 
 def graph_of_v1() -> Any:

@@ -11,8 +11,14 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from evener.embedding.tensorflow import _optimizer, _stores
-from evener.embedding.tensorflow._lookup import safe_embedding_lookup_sparse
+from evener.embedding.tensorflow._lookup import (
+    Pooled,
+    lookup_spread,
+    safe_embedding_lookup_sparse,
+    safe_lines,
+)
 from evener.embedding.tensorflow._options import EmbeddingVariableOption, initial
+from evener.embedding.tensorflow._sharded import Asked
 from evener.embedding.tensorflow._variable import DynamicVariable
 from evener.embedding.tensorflow._weights import Anchor
 from evener.errors import UsageError
@@ -26,10 +32,11 @@ class Embedding(keras.layers.Layer):
 
     `dim`: values per row. `key_dtype`: "int64" or "string". `combiner`: None (the result is the
     ids' shape, then dim) or "sum", "mean", "sqrtn" over the last axis of dense or sparse ids.
-    `initializer`, `ev_option`, `optimizer`, `seed`, `init_size`: as for `get_variable`. Rows are
-    added while training; `evaluate` and `predict` add none. `.save()`, `save_weights()` and
-    `export()` hold rows and optimizer slots; `get_weights()` and `set_weights()` (so also callbacks
-    that bring the best weights back) hold rows.
+    `initializer`, `ev_option`, `optimizer`, `seed`, `init_size`, `shard`: as for `get_variable`.
+    Rows are added while training; `evaluate` and `predict` add none. `.save()`, `save_weights()`
+    and `export()` hold rows and optimizer slots; `get_weights()` and `set_weights()` (so also
+    callbacks that bring the best weights back) hold rows. With `shard=True` `get_weights()` has
+    those of this rank, and `evener.embedding.tensorflow.save` is what saves.
 
     Compile the model with `DynamicEmbeddingOptimizer(...)`.
     """
@@ -46,6 +53,7 @@ class Embedding(keras.layers.Layer):
         optimizer: dict[str, Any] | None = None,
         seed: int | None = None,
         init_size: int = 0,
+        shard: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -70,6 +78,7 @@ class Embedding(keras.layers.Layer):
         self.ev_option = ev_option
         self.seed = seed
         self.init_size = init_size
+        self.shard = shard
         self._store_optimizer = optimizer
         self.table: DynamicVariable | None = None
         self.supports_masking = False
@@ -93,6 +102,7 @@ class Embedding(keras.layers.Layer):
             optimizer=self._store_optimizer,
             anchor=anchor,
             checkpoint=False,
+            shard=self.shard,
         )
         self.built = True
 
@@ -106,7 +116,26 @@ class Embedding(keras.layers.Layer):
             return safe_embedding_lookup_sparse(
                 self.table, inputs, combiner=self.combiner or "mean", insert=adds
             )
-        rows = self.table.lookup(inputs, insert=adds)
+        return self._combined(self.table.lookup(inputs, insert=adds))
+
+    def ask(self, inputs: Any, adds: bool) -> tuple[Asked, Pooled]:
+        """What a lookup asks for, and what it makes of the rows: for lookups that go together."""
+        assert self.table is not None
+        table = self.table
+        if isinstance(inputs, tf.RaggedTensor):
+            inputs = inputs.to_sparse()
+        if isinstance(inputs, tf.SparseTensor):
+            return safe_lines(table, inputs, combiner=self.combiner or "mean", insert=adds)
+        keys = table.keys(inputs, adds)
+
+        def pooled(rows: Any) -> Any:
+            rows = tf.reshape(rows, tf.concat([tf.shape(keys), [self.dim]], 0))
+            rows.set_shape(keys.shape.concatenate([self.dim]))
+            return self._combined(rows)
+
+        return Asked(table, tf.reshape(keys, [-1]), adds), pooled
+
+    def _combined(self, rows: Any) -> Any:
         if self.combiner is None:
             return rows
         if self.combiner == "sum":
@@ -147,6 +176,7 @@ class Embedding(keras.layers.Layer):
             # A table's own seed comes from its name, and a clone's has another name.
             "seed": self.table.seed if self.table else self._given_seed(),
             "init_size": self.init_size,
+            "shard": self.shard,
             "optimizer": self._store_optimizer,
         }
 
@@ -182,3 +212,87 @@ class Embedding(keras.layers.Layer):
 
 
 BasicEmbedding = Embedding
+
+
+@keras.saving.register_keras_serializable(package="evener")
+class EmbeddingCollection(keras.layers.Layer):
+    """Features and the `Embedding` of each: a dict of ids to a dict of what each layer gives.
+
+    Layers with `shard=True` are looked up together: their keys cross in one exchange, their rows in
+    one and their gradients in one, whatever the number of tables. A layer may serve several
+    features; a key of both counts once. Every rank must call the same collections in the same
+    order, and train by their results alike.
+    """
+
+    def __init__(self, embeddings: Mapping[str, Any], **options: Any) -> None:
+        """Raise UsageError for a layer that is no `Embedding`."""
+        super().__init__(**options)
+        for feature, layer in embeddings.items():
+            if not isinstance(layer, Embedding):
+                raise UsageError(
+                    f"feature {feature!r} has a {type(layer).__name__}",
+                    "give each feature an Embedding of evener.embedding.tensorflow.keras",
+                )
+        self.features = list(embeddings)
+        self.embeddings = list({id(layer): layer for layer in embeddings.values()}.values())
+        self._of = {
+            feature: next(i for i, each in enumerate(self.embeddings) if each is layer)
+            for feature, layer in embeddings.items()
+        }
+        self.autocast = False
+        self._convert_input_args = False
+
+    def _layer(self, feature: str) -> Embedding:
+        found: Embedding = self.embeddings[self._of[feature]]
+        return found
+
+    def build(self, input_shape: Any) -> None:
+        """Makes the tables."""
+        for layer in self.embeddings:
+            if not layer.built:
+                layer.build(None)
+        self.built = True
+
+    def call(self, inputs: Mapping[str, Any], training: bool | None = None) -> dict[str, Any]:
+        """What the layer of each feature gives for its ids."""
+        if missing := [feature for feature in self.features if feature not in inputs]:
+            raise UsageError(
+                f"the ids of feature {missing[0]!r} are not given",
+                f"give a dict of ids for {', '.join(self.features)}",
+            )
+        found: dict[str, Any] = {}
+        spread: list[tuple[str, Asked, Pooled]] = []
+        for feature in self.features:
+            layer = self._layer(feature)
+            if layer.shard:
+                adds = bool(training) and layer.trainable
+                spread.append((feature, *layer.ask(inputs[feature], adds)))
+            else:
+                found[feature] = layer(inputs[feature], training=training)
+        if spread:
+            rows = lookup_spread([keys for _, keys, _ in spread])
+            for (feature, _, pooled), each in zip(spread, rows, strict=True):
+                found[feature] = pooled(each)
+        return {feature: found[feature] for feature in self.features}
+
+    def compute_output_spec(self, inputs: Any, training: bool | None = None) -> Any:
+        """Said, not traced: tracing would look rows up."""
+        return {
+            feature: self._layer(feature).compute_output_spec(inputs[feature])
+            for feature in self.features
+        }
+
+    def get_config(self) -> dict[str, Any]:
+        """The layers, once each, and which feature has which."""
+        return {
+            **super().get_config(),
+            "layers": [keras.saving.serialize_keras_object(each) for each in self.embeddings],
+            "of": self._of,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> EmbeddingCollection:
+        """What `get_config` gave."""
+        given = dict(config)
+        layers = [keras.saving.deserialize_keras_object(each) for each in given.pop("layers")]
+        return cls({feature: layers[i] for feature, i in given.pop("of").items()}, **given)

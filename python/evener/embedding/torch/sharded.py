@@ -34,23 +34,15 @@ import torch.distributed as dist
 
 from evener.comm.groups import Communicators
 from evener.comm.options import Options as CommOptions
+from evener.embedding.parts import hashes
 from evener.embedding.torch.forms import Form, decode, encode, width
 from evener.embedding.torch.rows import Rows
 from evener.embedding.torch.traffic import Traffic
 from evener.embedding.torch.waiting import add_rows
 
-# 2^64 / golden ratio and another odd number, as signed int64: multiplication wraps on every device.
-_MIX = (-7046029254386353131, -4417276706812531889)
 # Sums of gradients whose bound is below this are finite, whatever form they cross in.
 _SAFE = 1e38
 _ABSENT = -1.0
-
-
-def hashes(keys: torch.Tensor) -> torch.Tensor:
-    """int64 [n], at least 0, well spread, the same on every device and in every process."""
-    mixed = keys * _MIX[0]
-    mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _MIX[1]
-    return (mixed >> 17) & 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -391,4 +383,7 @@ class Sharded:
 
     def hashes(self, keys: torch.Tensor) -> torch.Tensor:
         """int64 [n], at least 0: what says which rank owns each key."""
-        return hashes(keys) if self.home is None else torch.full_like(keys, self.home)
+        if self.home is not None:
+            return torch.full_like(keys, self.home)
+        found: torch.Tensor = hashes(keys)
+        return found

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evener.embedding import Options, Store, forget
+from evener.embedding import parts as table_parts
+from evener.embedding.parts import Held, fits
 from evener.errors import UsageError
 
 if TYPE_CHECKING:
@@ -87,22 +86,20 @@ def _bytes(data: bytes | torch.Tensor) -> bytes:
     return data.cpu().numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
 
 
-def fits(table: Table, options: dict[str, Any], where: str) -> None:
-    """Refuse rows that mean something else here."""
-    mine, theirs = table.options, options
-    for field in ("dim", "dtype", "keys"):
-        if mine[field] != theirs[field]:
-            raise UsageError(
-                f"{where} has {field}={theirs[field]!r}, and embedding {table.name!r} has "
-                f"{field}={mine[field]!r}",
-                "make the module with the options that it was saved with",
-            )
-    if mine["optimizer"]["kind"] != theirs["optimizer"]["kind"]:
-        raise UsageError(
-            f"{where} has slots of {theirs['optimizer']['kind']}, and embedding {table.name!r} "
-            f"steps {mine['optimizer']['kind']}",
-            "make the module with the optimizer that it was saved with",
-        )
+def held(table: Table) -> Held:
+    """What this rank holds of a table, up to date."""
+    sharded = table.sharded
+
+    def owner(keys: np.ndarray) -> np.ndarray:
+        assert sharded is not None
+        found: np.ndarray = sharded.owner(torch.from_numpy(keys.copy())).numpy()
+        return found
+
+    def largest(number: int) -> int:
+        return number if sharded is None else int(sharded.ranks.largest([float(number)])[0])
+
+    place, size = shape(table)
+    return Held(table.name, table.options, table.step, table.store, place, size, owner, largest)
 
 
 def set_state(table: Table, found: dict[str, Any]) -> None:
@@ -113,7 +110,7 @@ def set_state(table: Table, found: dict[str, Any]) -> None:
             "load it with the version that saved it, and save it to a folder",
         )
     where = f"the state of embedding {table.name!r}"
-    fits(table, json.loads(found["options"]), where)
+    fits(table.name, table.options, json.loads(found["options"]), where)
     snapshot = found["snapshot"]
     if snapshot is None:
         return
@@ -144,62 +141,13 @@ def set_state(table: Table, found: dict[str, Any]) -> None:
 
 def restore(table: Table, parts: Sequence[Path | bytes]) -> None:
     """Rows and counts of admission, which lie in a part for each rank that saved."""
-    place, now = shape(table)
+    of = held(table)
     table.rows.forget()
-    store = table._store
-    if len(parts) == now:
-        _read(store, parts[place])
-        table.rows.reload()
-        return
-
-    # The first part brings the count of steps with it, which is the same on all ranks.
-    _read(store, parts[0])
-    _keep_own(table, store)
-    for each in parts[1:]:
-        with _aside(table, each) as other:
-            for chunk in other.export_rows():
-                store.put_rows(*chunk)
-            store.set_counts(*other.counts())
-            store.raise_counters(other.counters())
+    table_parts.restore(of, parts)
     table.rows.reload()
 
 
-def own_rows(table: Table, rows: bytes | torch.Tensor) -> bytes:
+def own_rows(table: Table, part: bytes | torch.Tensor) -> bytes:
     """What this rank owns of the rows that another wrote: a snapshot again."""
-    with _aside(table, _bytes(rows)) as other:
+    with table_parts.aside(held(table), _bytes(part)) as other:
         return other.save_bytes()
-
-
-@contextmanager
-def _aside(table: Table, part: Path | bytes) -> Iterator[Store]:
-    """A store with those rows and counts of `part` that this rank owns."""
-    options = Options.from_dict({**table.options, "tier": None})
-    store = Store(f"part-{uuid.uuid4().hex}", options)
-    try:
-        _read(store, part)
-        _keep_own(table, store)
-        yield store
-    finally:
-        forget(store.name)
-
-
-def _keep_own(table: Table, store: Store) -> None:
-    """Take away what another rank owns."""
-    sharded = table.sharded
-    if sharded is None:
-        return
-
-    def other(keys: Any) -> Any:
-        return (sharded.owner(torch.from_numpy(keys.copy())) != sharded.place).numpy()
-
-    for chunk in list(store.export_rows()):
-        store.remove(chunk.keys[other(chunk.keys)])
-    keys, counts = store.counts()
-    store.set_counts(keys, np.where(other(keys), 0, counts))
-
-
-def _read(store: Store, part: Path | bytes) -> None:
-    if isinstance(part, Path):
-        store.restore(part)
-    else:
-        store.restore_bytes(part)

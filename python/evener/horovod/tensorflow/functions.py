@@ -42,7 +42,8 @@ def broadcast_variables(
         # Not `run()`: TensorFlow warns of a function that is traced in each call.
         run.get_concrete_function()()
     for variable in variables:
-        if (table := table_of(variable)) is not None:
+        # A table that is spread has the rows of a rank on that rank alone.
+        if (table := table_of(variable)) is not None and table.ranks is None:
             _broadcast_rows(table, root_rank, process_set)
     return None
 

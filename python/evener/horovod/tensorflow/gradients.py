@@ -17,7 +17,7 @@ import tensorflow as tf
 from evener.embedding.tensorflow._variable import table_of
 from evener.errors import UsageError
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
-from evener.horovod.common.reductions import Adasum, Average
+from evener.horovod.common.reductions import Adasum, Average, Sum
 from evener.horovod.common.util import split_list
 from evener.horovod.tensorflow import light, mpi_ops
 from evener.horovod.tensorflow.collectives import _members, allreduce, grouped_allreduce
@@ -68,7 +68,9 @@ class Reduction:
         for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
-            if key(variable) in self.local:
+            if (table := table_of(variable)) is not None and table.ranks is not None:
+                results[index] = self._owned(table, gradient)
+            elif key(variable) in self.local:
                 results[index] = self._local(gradient)
             else:
                 self._refuse_filter(variable)
@@ -83,6 +85,20 @@ class Reduction:
             for (index, _), reduced in zip(group, self._reduced(group, of, name), strict=True):
                 results[index] = reduced
         return results
+
+    def _owned(self, table: Any, gradient: Any) -> Any:
+        """The gradient of a table's rows here, which is the sum over all ranks already."""
+        if self.process_set is not global_process_set or self.op not in (Average, Sum):
+            raise UsageError(
+                f"embedding {table.name!r} is spread over all ranks, and its gradients are summed "
+                "or averaged over them",
+                "use op=Average or Sum, and no process set",
+            )
+        if self.op == Sum:
+            return gradient
+        return tf.IndexedSlices(
+            gradient.values / table.ranks.size, gradient.indices, gradient.dense_shape
+        )
 
     def _refuse_filter(self, variable: Any) -> None:
         """A filter counts what its own rank looks up, so a key would have a row on some alone."""
