@@ -2,11 +2,12 @@
 
     python benchmarks/embedding_growth.py --rows 100000000 --folder /mnt/nvme --json FILE
 
-First `--rows` rows of 16 values with row-wise Adagrad are trained once each, in batches of 131,072.
-Then come `--steps` steps as in a stream: 65,536 ids, of which 5% are new and the others Zipf 1.05
-over the rows, the newest first. Each step is a lookup and an update. Every `--every` steps what
-rested for `--rest` steps expires. Both phases say ids per second, and what a row costs in memory
-(of the process, less what it had before) and in the file.
+First `--rows` rows of `--dim` values with row-wise Adagrad are trained once each, in batches of
+131,072. Then come `--steps` steps as in a stream: 65,536 ids, of which 5% are new and the others
+by a power law over the rows, the newest first (density 1/age). A batch names an id once. Each step
+is a lookup and an update. Every `--every` steps what rested for `--rest` steps expires. Both phases
+say ids per second, processor time, what was read from the device (and not from the system's cache),
+and what a row costs in memory (of the process, less what it had before) and in the file.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ import numpy as np
 
 from evener.embedding import Options, RowWiseAdagrad, SsdTier, Store, Ttl
 
-DIM, FILL, BATCH, NEW = 16, 131_072, 65_536, 0.05
+FILL, BATCH, NEW = 131_072, 65_536, 0.05
 
 
 def memory() -> int:
     """Bytes of this process in memory."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * resource.getpagesize()
+
+
+def from_device() -> int:
+    """Bytes that this process has made the system read from a device."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
 def scattered(numbers: np.ndarray) -> np.ndarray:
@@ -52,6 +59,7 @@ def state(store: Store, before: int) -> dict[str, Any]:
 def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--rows", type=int, default=100_000_000)
+    parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--warm", type=int, default=4_000_000, help="rows in memory")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=120)
@@ -59,17 +67,19 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=40)
     given = parser.parse_args()
     fills = -(-given.rows // FILL)
+    dim = given.dim
     options = Options(
-        DIM,
+        dim,
         optimizer=RowWiseAdagrad(lr=0.02),
         eviction=Ttl(given.rest or fills),
         tier=SsdTier(str(given.folder), rows=given.warm),
     )
     before = memory()
     store = Store("growth", options)
-    out = np.empty((FILL, DIM), np.float32)
-    gradients = np.full((FILL, DIM), 0.01, np.float32)
+    out = np.empty((FILL, dim), np.float32)
+    gradients = np.full((FILL, dim), 0.01, np.float32)
     took = []
+    busy = time.process_time()
     for step in range(fills):
         keys = scattered(np.arange(step * FILL, (step + 1) * FILL))
         began = time.perf_counter()
@@ -80,24 +90,27 @@ def main() -> None:
             print(f"{(step + 1) * FILL:,} rows, {FILL / took[-1] / 1e6:.2f} M/s", flush=True)
     filled = {
         "ids_per_s": round(FILL * fills / sum(took)),
+        "processor_us_per_id": round(1e6 * (time.process_time() - busy) / (FILL * fills), 2),
         "worst_batch_ms": round(1e3 * max(took), 1),
         **state(store, before),
     }
     print(harness.show(["filled", ""], filled.items()), flush=True)
     random = np.random.default_rng(0)
     newest, looked, stepped, expired = fills * FILL, [], [], []
-    new = int(BATCH * NEW)
+    new, ids, busy, read = int(BATCH * NEW), 0, 0.0, from_device()
     for step in range(fills, fills + given.steps):
         ages = newest ** random.random(BATCH - new)  # of exponent near 1: the newest most
         numbers = np.concatenate((np.arange(newest, newest + new), newest - ages.astype(np.int64)))
         newest += new
         keys = scattered(np.unique(numbers))
-        began = time.perf_counter()
+        ids += len(keys)
+        began, before_step = time.perf_counter(), time.process_time()
         store.lookup(keys, step, out=out[: len(keys)])
         middle = time.perf_counter()
         store.apply(keys, gradients[: len(keys)], step)
         looked.append((middle - began) / len(keys))
         stepped.append((time.perf_counter() - began) / len(keys))
+        busy += time.process_time() - before_step
         if (step - fills) % given.every == given.every - 1:
             began = time.perf_counter()
             gone = store.evict(step)
@@ -105,6 +118,9 @@ def main() -> None:
     stream = {
         "lookups_per_s": round(1 / statistics.median(looked)),
         "steps_ids_per_s": round(1 / statistics.median(stepped)),
+        "processor_us_per_id": round(1e6 * busy / ids, 2),
+        "read_from_device_mb": round((from_device() - read) / 1e6, 1),
+        "ids_per_step": round(ids / given.steps),
         "expired_rows": sum(gone for gone, _ in expired),
         "expiry_s": round(sum(seconds for _, seconds in expired), 2),
         **state(store, before),

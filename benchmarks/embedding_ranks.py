@@ -12,6 +12,7 @@ pretended nodes), `nvlink` (two GPUs of one host), or a lab.
     one-by-one  a DynamicEmbeddingBag per table, called one after another
     together    an EmbeddingBagCollection whose rows are in host memory
     evener      the same with resident=True: rows lie on the device
+    evener-plain  in torch's operations, without the kernels that it has for GPUs
     torchrec    an EmbeddingBagCollection of TorchRec on FBGEMM's kernels, planned by TorchRec's
                 planner, which is told the rate of the link
     *-pipeline  in TrainPipelineSparseDist, which sends ids ahead (`evener` does, by prefetch)
@@ -33,6 +34,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import embedding_peers as peers
 import harness
@@ -48,6 +50,8 @@ from evener.embedding.torch import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     Jagged,
+    kernels,
+    pooled,
 )
 
 _CALLS = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "all_gather", "broadcast")
@@ -203,6 +207,19 @@ def alone(name: str, shape: Shape, device: torch.device, turn: Iterator[Any], ar
     return step
 
 
+def in_plain_torch(act: Step) -> Step:
+    """A step without Triton's kernels."""
+
+    def step() -> None:
+        with (
+            mock.patch.object(kernels, "step", kernels.step_reference),
+            mock.patch.object(pooled, "add", kernels.add_reference),
+        ):
+            act()
+
+    return step
+
+
 class Whole(nn.Module):
     """Tables and the dense net, for DynamicOptimizer to find both."""
 
@@ -261,6 +278,8 @@ def measured(given: Any, shape: Shape, device: torch.device, counted: Counted, w
                 if whole
                 else alone(name, shape, device, turn, given)
             )
+            if name.startswith("evener-plain"):
+                act = in_plain_torch(act)
             act()
         except Exception as error:  # noqa: BLE001 - a peer that cannot run must not end the rest
             failed[name] = {"failed": f"{type(error).__name__}: {error}"[:300]}

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from evener.embedding.torch.forms import Form, decode, encode, width
+from evener.embedding.torch.kernels import add, spread
 from evener.embedding.torch.layouts import Feature, Group, Layout, Plan, Side
 from evener.embedding.torch.resident import Arena, Pending
 from evener.embedding.torch.sharded import _ABSENT, _SAFE, Ranks, _added
@@ -53,20 +54,6 @@ def pool(ids: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Ten
     if not ids.numel():
         return rows.new_zeros(ends.numel() - 1, rows.shape[1])
     return F.embedding_bag(ids, rows, ends, mode="sum", include_last_offset=True)
-
-
-def spread(
-    gradients: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, n: int
-) -> torch.Tensor:
-    """[n, dim]: each row's sum of the gradients [bags, dim] of its bags, in their order."""
-    if not ids.numel() or not n:
-        return gradients.new_zeros(n, gradients.shape[1])
-    count = torch.arange(len(gradients), dtype=ids.dtype, device=ids.device)
-    of = torch.repeat_interleave(count, lengths, output_size=ids.numel())
-    found: torch.Tensor = torch.ops.aten._embedding_bag_dense_backward(
-        gradients, ids, of, lengths, ids[:0], n, False, 0, None
-    )
-    return found
 
 
 class Exchange(Plan):
@@ -425,8 +412,7 @@ class Exchange(Plan):
                     for p, form in zip(pieces, forms, strict=True)
                 ]
             )
-            places, inverse = torch.unique(way.asked[g], return_inverse=True)
-            sums = spread(bags, inverse.to(way.stops[g].dtype), way.stops[g].diff(), len(places))
+            places, sums = add(way.asked[g], bags, way.stops[g].diff())
             own = [self.sent(group, self.rank, b)[1] for b in way.batches]
             first = min(own)
             rows = torch.zeros(len(arena.weight) - first, group.dim, device=self.device)
@@ -442,7 +428,9 @@ class Exchange(Plan):
             if group.average:
                 sums = sums / self.size
             marks.append(torch.searchsorted(places, arena.starts).double())
-            waits.append((group, arena, places, sums))
+            lies = torch.bucketize(places, arena.starts, right=True) - 1  # the table of each
+            keys = places - arena.starts[lies]
+            waits.append((group, arena, places, keys, sums))
         known = torch.cat(marks).tolist()
         size = len(self.tables) * self.size
         bound = [
@@ -451,7 +439,7 @@ class Exchange(Plan):
         cuts = [int(each) for each in known[size:]]
         finite = [math.isfinite(each) for each in bound]
         mine: dict[int, torch.Tensor] = {}
-        for group, arena, places, sums in waits:
+        for group, arena, places, keys, sums in waits:
             ends = [*cuts[: len(arena.rows)], len(places)]
             cuts = cuts[len(arena.rows) :]
             there = []
@@ -459,7 +447,7 @@ class Exchange(Plan):
                 if bound[t] < 0:
                     continue
                 part = slice(ends[i], ends[i + 1])
-                piece = (places[part] - arena.rows[i].start, sums[part])
+                piece = (keys[part], sums[part])
                 mine[t] = piece[1]
                 self.tables[t].waiting.pieces.append(piece)
                 there.append((self.tables[t], piece))

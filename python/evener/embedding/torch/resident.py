@@ -3,7 +3,8 @@
 A row is found by its number, so nothing is searched, fetched or evicted. Tables of one dim and one
 optimizer lie one behind another in an `Arena`, and are stepped together. The store has the rows
 too: it begins them, and gets those that changed before a checkpoint or a delta reads it.
-The step is the store's arithmetic (`updates`), as in a cache of hot rows.
+The step is the store's arithmetic (`updates`), as in a cache of hot rows, on a GPU in one kernel
+(`kernels`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from evener.embedding import Store, slots
-from evener.embedding.torch import updates
+from evener.embedding.torch import kernels, updates
 from evener.embedding.torch.rows import as_options
 from evener.errors import UsageError
 
@@ -55,7 +56,9 @@ class Arena:
         self.slots = torch.zeros(total, extra, device=device)
         self.version = torch.zeros(total, dtype=torch.int64, device=device)
         self.frequency = torch.zeros(total, dtype=torch.int64, device=device)
-        self.update = updates.of(as_options(stores[0].options))
+        self.held = kernels.Held(
+            as_options(stores[0].options), self.weight, self.slots, self.version, self.frequency
+        )
         self.pending: Pending | None = None
         self.rows: list[ResidentRows] = []
         start = 0
@@ -73,16 +76,7 @@ class Arena:
         self, places: torch.Tensor, gradients: torch.Tensor, step: int, t: int, lr: float
     ) -> None:
         """Step rows `places`, once each, with finite gradients [n, dim]. `t`: which step of all."""
-        w, own, version = self.weight[places], self.slots[places], self.version[places]
-        kept = own.split(self.dim, 1) if own.shape[1] else ()
-        absent = ((step - version).clamp_(min=0) - 1).clamp_(min=0)
-        batch = updates.Batch(w, tuple(kept), gradients, absent, t, updates.rounded(lr))
-        new, *after = self.update(batch)
-        self.weight[places] = new
-        if after:
-            self.slots[places] = torch.cat(after, 1)
-        self.version[places] = step
-        self.frequency[places] += 1
+        kernels.step(self.held, places, gradients, step, t, updates.rounded(lr))
 
 
 class ResidentRows:

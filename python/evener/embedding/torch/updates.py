@@ -125,7 +125,8 @@ def _row_wise_adagrad(o: dict[str, Any]) -> Update:
     return update
 
 
-def _corrections(o: dict[str, Any], t: int) -> tuple[float, float]:
+def corrections(o: dict[str, Any], t: int) -> tuple[float, float]:
+    """What first and second moments are divided by in step `t`."""
     return tuple(rounded(1 - _power(rounded(o[name]), t)) for name in ("beta1", "beta2"))  # type: ignore[return-value]
 
 
@@ -135,7 +136,7 @@ def _partial_row_wise_adam(o: dict[str, Any]) -> Update:
     decay = rounded(o["weight_decay"])
 
     def update(b: Batch) -> tuple[torch.Tensor, ...]:
-        first, second = _corrections(o, b.t)
+        first, second = corrections(o, b.t)
         m, v = b.slots
         v = v * beta2 + _over(_total(b.g * b.g), b.w.shape[1]) * rest2
         m = m * beta1 + b.g * rest1
@@ -156,7 +157,7 @@ def _lamb(o: dict[str, Any]) -> Update:
     decay = rounded(o["weight_decay"])
 
     def update(b: Batch) -> tuple[torch.Tensor, ...]:
-        first, second = _corrections(o, b.t)
+        first, second = corrections(o, b.t)
         m, v = b.slots
         m = m * beta1 + b.g * rest1
         v = v * beta2 + (b.g * b.g) * rest2
@@ -168,17 +169,23 @@ def _lamb(o: dict[str, Any]) -> Update:
     return update
 
 
-def _adam(o: dict[str, Any], kind: str) -> Update:
+def sizes(o: dict[str, Any], t: int, lr: float) -> tuple[float, float, float]:
+    """Of Adam's step `t`: its size, what roots are multiplied with, and what is added to them."""
     beta1, beta2, eps = (rounded(o[name]) for name in ("beta1", "beta2", "eps"))
+    first, second = 1 - _power(beta1, t), 1 - _power(beta2, t)
+    root = float(np.sqrt(second))
+    hat = o["kind"] == "lazy_adam" or bool(o["eps_hat"])
+    return float(_f(lr / first)), float(_f(1 / root)), float(_f(eps / root)) if hat else eps
+
+
+def _adam(o: dict[str, Any]) -> Update:
+    beta1, beta2, kind = rounded(o["beta1"]), rounded(o["beta2"]), o["kind"]
     rest1, rest2 = float(_f(1) - _f(beta1)), float(_f(1) - _f(beta2))
-    hat = kind == "lazy_adam" or bool(o["eps_hat"])
     joins = rounded(o["weight_decay"]) if kind == "adam" else 0.0
 
     def update(b: Batch) -> tuple[torch.Tensor, ...]:
         w, (m, v) = b.w, b.slots
-        first, second = 1 - _power(beta1, b.t), 1 - _power(beta2, b.t)
-        size, root = float(_f(b.lr / first)), float(_f(1 / float(np.sqrt(second))))
-        added = float(_f(eps / float(np.sqrt(second)))) if hat else eps
+        size, root, added = sizes(o, b.t, b.lr)
         if kind == "adam":
             m = m * _powers(beta1, b.absent).float().unsqueeze(1)
             v = v * _powers(beta2, b.absent).float().unsqueeze(1)
@@ -205,7 +212,7 @@ def of(options: dict[str, Any]) -> Update:
     Raises UsageError for an optimizer that only the store has.
     """
     optimizer = dict(options["optimizer"])
-    kind = str(optimizer.pop("kind"))
+    kind = str(optimizer["kind"])
     if kind == "sgd":
         plain = _sgd(optimizer)
     elif kind == "adagrad":
@@ -213,7 +220,7 @@ def of(options: dict[str, Any]) -> Update:
     elif kind in _ROW_WISE:
         plain = _ROW_WISE[kind](optimizer)
     elif kind in ("adam", "adam_w", "lazy_adam"):
-        plain = _adam(optimizer, kind)
+        plain = _adam(optimizer)
     else:
         raise UsageError(
             f"rows on a device cannot be stepped by {kind}",
