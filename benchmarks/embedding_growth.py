@@ -8,6 +8,10 @@ by a power law over the rows, the newest first (density 1/age). A batch names an
 is a lookup and an update. Every `--every` steps what rested for `--rest` steps expires. Both phases
 say ids per second, processor time, what was read from the device (and not from the system's cache),
 and what a row costs in memory (of the process, less what it had before) and in the file.
+
+`--peer`: TFRA's table instead (TensorFlow 2.16.2, tensorflow-recommenders-addons 0.8.1). It has no
+second tier, no expiry by age and no row-wise Adagrad, so all rows are in memory, and a step looks
+up and writes the same rows back, without an optimizer.
 """
 
 from __future__ import annotations
@@ -43,7 +47,36 @@ def scattered(numbers: np.ndarray) -> np.ndarray:
     return (numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
 
 
-def state(store: Store, before: int) -> dict[str, Any]:
+class Tfra:
+    """As much of a store as the peer has."""
+
+    def __init__(self, dim: int) -> None:
+        import tensorflow as tf  # optional
+        import tensorflow_recommenders_addons.dynamic_embedding as tfra
+
+        self._tf, self._table = tf, tfra.get_variable("growth", dim=dim, devices=["/CPU:0"])
+
+    def lookup(self, keys: np.ndarray, step: int, out: np.ndarray) -> None:
+        """Rows of keys; such that are not there have initial values, and stay absent."""
+        del step
+        out[...] = self._table.lookup(self._tf.constant(keys)).numpy()
+
+    def apply(self, keys: np.ndarray, gradients: np.ndarray, step: int) -> None:
+        """Write rows."""
+        del step
+        self._table.upsert(self._tf.constant(keys), self._tf.constant(gradients))
+
+    def evict(self, step: int) -> int:
+        """It has none by age."""
+        del step
+        return 0
+
+    def stats(self) -> dict[str, int]:
+        """Rows."""
+        return {"rows": int(self._table.size()), "cold_rows": 0, "cold_bytes": 0, "evicted": 0}
+
+
+def state(store: Store | Tfra, before: int) -> dict[str, Any]:
     """What the rows cost now."""
     found = store.stats()
     rows = found["rows"]
@@ -62,6 +95,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--warm", type=int, default=4_000_000, help="rows in memory")
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--peer", action="store_true", help="TFRA's table")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--rest", type=int, default=0, help="steps (default: those of the fill)")
     parser.add_argument("--every", type=int, default=40)
@@ -74,8 +108,10 @@ def main() -> None:
         eviction=Ttl(given.rest or fills),
         tier=SsdTier(str(given.folder), rows=given.warm),
     )
+    if given.peer:
+        Tfra(dim).lookup(np.zeros(1, np.int64), 0, np.empty((1, dim), np.float32))  # it imports
     before = memory()
-    store = Store("growth", options)
+    store: Store | Tfra = Tfra(dim) if given.peer else Store("growth", options)
     out = np.empty((FILL, dim), np.float32)
     gradients = np.full((FILL, dim), 0.01, np.float32)
     took = []

@@ -105,7 +105,8 @@ def keep_own(held: Held, store: Store) -> None:
         return
 
     def other(keys: np.ndarray) -> np.ndarray:
-        return held.owner(keys) != held.place
+        found: np.ndarray = held.owner(keys) != held.place
+        return found
 
     for chunk in list(store.export_rows()):
         store.remove(chunk.keys[other(chunk.keys)])

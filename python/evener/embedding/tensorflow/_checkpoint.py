@@ -37,8 +37,7 @@ def save(model: Any, folder: str | os.PathLike[str], keep: int = 2) -> Path:
     held = [_held(table) for table in tables if table.ranks is not None or ranks.rank == 0]
 
     def beside(target: Path) -> None:
-        dense = {str(i): np.asarray(v) for i, v in enumerate(_dense(model))}
-        np.savez(target / _DENSE, **dense)
+        np.savez(target / _DENSE, *[np.asarray(variable) for variable in _dense(model)])
 
     return folders.save(held, folder, keep, beside)
 
@@ -60,7 +59,7 @@ def load(model: Any, folder: str | os.PathLike[str]) -> int:
         parts.fits(table.name, part.store.options.to_dict(), saved, str(source))
     dense = _dense(model)
     with np.load(source / _DENSE) as values:
-        found = [values[str(i)] for i in range(len(values.files))]
+        found = [values[f"arr_{i}"] for i in range(len(values.files))]
     if [v.shape for v in found] != [tuple(v.shape) for v in dense]:
         raise UsageError(
             f"{source} has {len(found)} dense variables of other shapes than these {len(dense)}",

@@ -363,7 +363,8 @@ def _finite(grads: list[Any], variables: list[Any]) -> list[Any]:
 
     On all ranks where tables are spread over them. Collective then.
     """
-    checks, spread = [], []
+    checks: list[Any] = []
+    spread: list[tuple[Any, Any]] = []
     for gradient, variable in zip(grads, variables, strict=False):
         table = table_of(variable)
         if table is None or not isinstance(gradient, tf.IndexedSlices):

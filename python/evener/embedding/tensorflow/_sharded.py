@@ -20,7 +20,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -29,9 +29,6 @@ from evener.base import settings
 from evener.embedding import parts
 from evener.embedding.tensorflow import _gradients, _library
 from evener.errors import UsageError
-
-if TYPE_CHECKING:
-    from evener.embedding.tensorflow._variable import DynamicVariable
 
 _SUM, _RANK, _SIZE = 1, 0, 1  # Horovod's number of a sum; what `evener_place` is asked for
 
@@ -96,11 +93,26 @@ class Ranks:
         return int(tf.reduce_max(self.swap(own, tf.ones([self.size], tf.int32))[0]))
 
 
+class Table(Protocol):
+    """What a lookup uses of a `DynamicVariable`."""
+
+    name: str
+    dim: int
+    value_dtype: Any
+    ranks: Ranks | None
+
+    def lookup_keys(self, keys: Any, *, insert: bool | None = None) -> Any:
+        """Rows of keys, wherever they are."""
+
+    def rows_here(self, keys: Any, adds: bool) -> Any:
+        """float32 rows of this process's store."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """Keys of one lookup, int64 [n]. `adds`: whether keys without a row get one."""
 
-    table: DynamicVariable
+    table: Table
     keys: Any
     adds: bool
 
@@ -205,7 +217,7 @@ def _exchange(ranks: Ranks, asked: Sequence[Asked], keys: Sequence[Any]) -> list
 def _swap_rows(ranks: Ranks, rows: Any, sent: Any, due: Any) -> Any:
     """`swap` of float32 [n]; gradients go the other way."""
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @tf.custom_gradient
     def run(data: Any) -> Any:
         def gradient(given: Any) -> Any:
             return ranks.swap(given, due)[0]

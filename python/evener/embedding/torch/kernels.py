@@ -12,27 +12,15 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from evener.embedding import Options, slots
 from evener.embedding.torch import updates
+from evener.embedding.torch.updates import Held
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Held:
-    """Rows of tables of one kind: `weight` [m, dim], `slots` [m, ...], `version` and `frequency`
-    (int64 [m]). `options`: of one of the tables."""
-
-    options: dict[str, Any]
-    weight: torch.Tensor
-    slots: torch.Tensor
-    version: torch.Tensor
-    frequency: torch.Tensor
 
 
 def step(

@@ -56,7 +56,7 @@ class Arena:
         self.slots = torch.zeros(total, extra, device=device)
         self.version = torch.zeros(total, dtype=torch.int64, device=device)
         self.frequency = torch.zeros(total, dtype=torch.int64, device=device)
-        self.held = kernels.Held(
+        self.held = updates.Held(
             as_options(stores[0].options), self.weight, self.slots, self.version, self.frequency
         )
         self.pending: Pending | None = None

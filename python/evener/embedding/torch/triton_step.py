@@ -15,7 +15,7 @@ the parts of a row. What a row gets depends on nothing but its own entries and t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ import triton
 import triton.language as tl
 
 from evener.embedding.torch import updates
-
-if TYPE_CHECKING:
-    from evener.embedding.torch.kernels import Held
+from evener.embedding.torch.updates import Held
 
 ROWS = 16  # of a program
 PART = 64  # entries that one program adds up

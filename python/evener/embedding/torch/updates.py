@@ -47,6 +47,18 @@ def _root(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Rows of tables of one kind: `weight` [m, dim], `slots` [m, ...], `version` and `frequency`
+    (int64 [m]). `options`: of one of the tables."""
+
+    options: dict[str, Any]
+    weight: torch.Tensor
+    slots: torch.Tensor
+    version: torch.Tensor
+    frequency: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """Rows of one step. `w`, `g`: [n, dim]; `slots`: [n, dim] each, or [n, 1] of one number for a
     row; `absent`: int64 [n], the steps since a row's last update that it was not in. `t`: which
