@@ -14,7 +14,8 @@ class Door:
     """A way to put Evener under a program: variables, or the line that `wild.line` stands for.
 
     `close`: of one that may choose lossy forms, how far weights may end from plain DDP's, relative
-    to what training did; 0: it is lossless.
+    to what training did; 0: it is lossless. `says`: what Evener says where it has come in; without
+    it a run shows nothing.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Door:
     env: dict[str, str] = field(default_factory=dict)
     reason: str = ""  # why nothing runs under it yet
     close: float = 0.0
+    says: str = ""
     ddp: bool = True  # for DistributedDataParallel, and so for every case that names no doors
 
 
@@ -68,7 +70,19 @@ DOORS = (
         env={"EVENER_HOROVOD_ZERO_STEP": "0"},
         ddp=False,
     ),
+    *(
+        Door(
+            f"fsdp-{mode}",
+            f"EVENER_FSDP={mode}, no line, under a program of FSDP2's",
+            env={"EVENER_FSDP": mode} | ({"EVENER_FLOOR": "int8"} if mode == "auto" else {}),
+            close=0.0 if mode == "exact" else 0.5,
+            says="goes on with Evener",
+            ddp=False,
+        )
+        for mode in ("exact", "int8", "auto")
+    ),
 )
+FSDP = ("fsdp-exact", "fsdp-int8", "fsdp-auto")
 
 # What is installed, and what of a package's own limits is set aside (as the project's own torch).
 ENVIRONMENTS = {
@@ -85,6 +99,8 @@ ENVIRONMENTS = {
         "datasets",
     ),
     "composer": ("mosaicml>=0.30",),
+    # The last release for the project's torch; it imports tensorboard, and does not ask for it.
+    "titan": ("torchtitan==0.2.2", "tensorboard"),
     # deepctr-torch imports requests and packaging, and does not ask for them.
     "recommend": (
         "deepctr-torch",
@@ -138,6 +154,24 @@ CASES = (
     Case("diffusers", "diffusers", "diffusers_unet"),
     Case("sentence-transformers", "sentence-transformers", "sentences"),
     Case("ultralytics", "ultralytics", "ultralytics_yolo"),
+    Case("fsdp-script", "", "fsdp_script", doors=FSDP),
+    Case("fsdp-mixed", "", "fsdp_script", args=("--mixed", "--prefetch"), doors=FSDP),
+    Case(
+        "fsdp-accumulate", "", "fsdp_script", args=("--mixed", "--accumulate", "--keep"), doors=FSDP
+    ),
+    Case("fsdp-accelerate", "accelerate", "fsdp_accelerate", doors=FSDP),
+    Case(
+        "fsdp-accelerate-ac",
+        "accelerate",
+        "fsdp_accelerate",
+        args=("--checkpointing",),
+        doors=FSDP,
+    ),
+    Case("fsdp-trainer", "transformers", "fsdp_accelerate", args=("--trainer",), doors=FSDP),
+    Case("fsdp-lightning", "lightning", "fsdp_lightning", doors=FSDP),
+    Case("fsdp-titan", "torchtitan", "fsdp_titan", env="titan", doors=FSDP),
+    Case("fsdp-dit", "diffusers", "fsdp_models", args=("dit",), doors=FSDP),
+    Case("fsdp-experts", "transformers", "fsdp_models", args=("experts",), doors=FSDP),
     Case("composer", "mosaicml", "composer_fit", env="composer"),
     Case("lightning-1.9", "pytorch-lightning", "horovod_lightning", "horovod", doors=("horovod",)),
     Case("ignite", "pytorch-ignite", "horovod_ignite", "horovod", doors=("horovod",)),

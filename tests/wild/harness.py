@@ -105,8 +105,11 @@ def end() -> None:
 
 
 def _weights() -> dict[str, torch.Tensor]:
+    """Whole tensors, also where each rank has a part: collective there."""
     return {
-        f"{index}.{name}": value.detach().to("cpu", copy=True)
+        f"{index}.{name}": getattr(value, "full_tensor", lambda value=value: value)()
+        .detach()
+        .to("cpu", copy=True)
         for index, model in enumerate(_watched)
         for name, value in model.state_dict().items()
         if isinstance(value, torch.Tensor)

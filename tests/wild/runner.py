@@ -336,7 +336,11 @@ def compare(
             row.result, row.why = "not run", reason
             continue
         say(f"{case.name}: {door.name}")
-        judge(case, row, plain, execute(case, door, python, steps, keep), door.close)
+        run = execute(case, door, python, steps, keep)
+        judge(case, row, plain, run, door.close)
+        if row.ok and not any(door.says in line for line in run.said or [""]):
+            row.ok, row.result = False, "stayed out"
+            row.why = "\n".join(run.said) or "Evener said nothing"
         if row.result in ("differs", "not bits"):
             if steady is None:
                 again = execute(case, PLAIN, python, steps, keep)
