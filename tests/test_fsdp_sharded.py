@@ -252,6 +252,173 @@ def test_what_int4_owes_is_what_is_missing_and_goes_into_another_world() -> None
         assert max(worlds.run(shape, loaded, found[0][2])) < largest / 100
 
 
+POLICIES = {
+    "none": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "fp16": MixedPrecisionPolicy(param_dtype=torch.float16),
+    "bf16, float32": BF16,
+    "float32, bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+}
+
+
+def dtypes(rank: int, size: int) -> list[tuple[str, torch.dtype, torch.dtype]]:
+    """The dtype that a unit is taken to reduce, and the one in which its gradients came."""
+    found = []
+    for name, policy in POLICIES.items():
+        ours, came = sharded(size, policy), []
+        evener.fsdp.accelerate(ours)
+        group = torch_names.fsdp_group(ours[0]._get_fsdp_state(), "")  # type: ignore[index, union-attr, operator]
+        group._all_reduce_hook = lambda output, came=came: came.append(output.dtype)
+        ours(batch(0, rank)).float().square().mean().backward()
+        taken = torch_names.fsdp_reduce_dtype(group, group.fsdp_params[0])
+        found.append((name, taken, came[0]))
+    return found
+
+
+def test_the_dtype_of_a_reduction_is_known_before_it() -> None:
+    for name, taken, came in worlds.run((1, 1), dtypes)[0]:
+        assert taken == came, name
+
+
+class Ledger:
+    """What went into a unit's reduce-scatter beside what came out, both added up in float64."""
+
+    def __init__(self, reduction: Any) -> None:
+        self.reduction = reduction
+        self.given = torch.zeros(reduction.unit.numel, dtype=torch.float64)
+        self.came = torch.zeros_like(self.given)
+        self.call, self.end = type(reduction).__call__, reduction.finish
+        self.calls = 0
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any) -> None:
+        self.calls += 1
+        every = input_tensor.double()
+        torch.distributed.all_reduce(every, group=group)
+        self.given += every.view(group.size(), -1)[group.rank()]
+        self.call(self.reduction, output_tensor, input_tensor, group, op)
+
+    def finish(self, output: torch.Tensor) -> None:
+        self.end(output)
+        self.came += output.double()
+
+    def __getattr__(self, name: str) -> Any:  # what FSDP2 and Evener ask of a reduction besides
+        return getattr(self.reduction, name)
+
+
+def kept_book(
+    rank: int, size: int, passes: int, late: bool, wide: bool
+) -> list[tuple[float, float]]:
+    """Adam, clipping, micro-batches: what came is what was given but for what is owed.
+
+    `wide`: kept in float32, so that nothing but the sums' own rounding is lost.
+    """
+    ours = sharded(size)
+    evener.fsdp.accelerate(ours, mode="int4")
+    ledgers = []
+    for module in (ours, *ours.children()):
+        group = torch_names.fsdp_group(module._get_fsdp_state(), "")  # type: ignore[attr-defined, operator]
+        if group is None:
+            continue
+        ledgers.append(Ledger(group._reduce_scatter_comm))
+        group._reduce_scatter_comm = ledgers[-1]
+        group._all_reduce_hook = ledgers[-1].finish
+        if wide:
+            reduction = ledgers[-1].reduction
+            shape = (reduction.nodes - 1, reduction.unit.numel)
+            reduction.residual = torch.zeros(shape)
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
+    for step in range(12):
+        optimizer.zero_grad()
+        for part in range(passes):
+            ours.set_requires_gradient_sync(not late or part == passes - 1)  # type: ignore[operator]
+            ours(batch(passes * step + part, rank)).float().square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
+        optimizer.step()
+    found = []
+    for ledger in ledgers:
+        assert ledger.calls == (12 if late else 12 * passes)
+        owed = ledger.reduction.owed().double()
+        wrong = (ledger.given - ledger.came - owed).norm().item()
+        found.append((wrong, owed.norm().item()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "passes", "late", "wide", "limit"),
+    [
+        ((1, 1), 1, False, False, 0.05),  # kept in bf16, step for step
+        ((1, 1, 1), 2, False, True, 1e-4),
+        ((1, 1), 3, True, True, 1e-4),
+        ((2, 2), 2, False, True, 1e-4),
+    ],
+)
+def test_what_int4_sent_and_owes_is_the_sum_of_all_gradients(
+    shape: tuple[int, ...], passes: int, late: bool, wide: bool, limit: float
+) -> None:
+    for found in worlds.run(shape, kept_book, passes, late, wide):
+        for wrong, owed in found:
+            assert owed > 0
+            assert wrong < limit * owed
+
+
+def arrives(rank: int, size: int, policy: str) -> tuple[float, float]:
+    """What is owed comes with the next gradient, which is zero, in the mean's own units."""
+    dtype = {"fp16": torch.float16, "float32": None}[policy]
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(24, 24, bias=False)).to(models.device())
+    mesh = init_device_mesh(models.device().type, (size,))
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    evener.fsdp.accelerate(module, mode="int4")
+    weight = module[0].weight
+    state = distribute_tensor(torch.full((24, 24), 0.5), weight.device_mesh, weight.placements)
+    module.evener.load_state_dict({"0.weight": state})  # type: ignore[union-attr, operator]
+    (0.0 * module(torch.ones(1, 24, dtype=dtype)).sum()).backward()
+    gradient = weight.grad.full_tensor()
+    return gradient.min().item(), gradient.max().item()
+
+
+@pytest.mark.parametrize("policy", ["float32", "fp16"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_is_owed_arrives_in_the_units_of_the_gradient(policy: str, size: int) -> None:
+    for least, most in worlds.run((1,) * size, arrives, policy):
+        assert least == pytest.approx(0.5, rel=0.01)
+        assert most == pytest.approx(0.5, rel=0.01)
+
+
+def after_loading(rank: int, size: int) -> list[bool]:
+    """Whether something is owed after a step, a load of weights, loads of both in either order."""
+    ours = sharded(size)
+    evener.fsdp.accelerate(ours, mode="int4")
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    found = []
+
+    def owes() -> None:
+        state = ours.evener.state_dict()  # type: ignore[union-attr, operator]
+        found.append(any(bool(value.full_tensor().any()) for value in state.values()))
+
+    train(ours, rank, optimizer, range(2))
+    weights = copy.deepcopy(get_model_state_dict(ours))
+    owed = copy.deepcopy(ours.evener.state_dict())  # type: ignore[union-attr, operator]
+    owes()
+    set_model_state_dict(ours, weights)
+    owes()
+    ours.evener.load_state_dict(owed)  # type: ignore[union-attr, operator]
+    set_model_state_dict(ours, weights)
+    owes()
+    train(ours, rank, optimizer, range(2))
+    set_model_state_dict(ours, weights)
+    ours.evener.load_state_dict(owed)  # type: ignore[union-attr, operator]
+    owes()
+    train(ours, rank, optimizer, range(2))
+    ours.evener.load_state_dict({})  # type: ignore[union-attr, operator]
+    owes()
+    return found
+
+
+def test_loaded_weights_owe_nothing_of_another_training() -> None:
+    assert worlds.run((1, 1), after_loading) == [[True, False, True, True, False]] * 2
+
+
 def one_wrong_bit(rank: int, size: int) -> str:
     ours = sharded(size)
     evener.fsdp.accelerate(ours)

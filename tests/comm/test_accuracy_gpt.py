@@ -51,7 +51,7 @@ def test_it_trains_and_reports(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     done = subprocess.run(
         [
-            sys.executable, str(BENCHMARKS / "accuracy_gpt.py"), "--tiny", "--steps", "4",
+            sys.executable, str(BENCHMARKS / "accuracy_gpt.py"), "--size", "tiny", "--steps", "4",
             "--seeds", "1", "--modes", "exact,int8", "--parallel", "1", "--limit", "120",
             "--text", str(sample), "--json", str(result),
         ],

@@ -73,13 +73,22 @@ class Net(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, x: torch.Tensor, skip: int = -1) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, skip: int = -1, spoil: bool = False) -> torch.Tensor:
         x = self.embed(x)
         for number, block in enumerate(self.blocks):
             if number != skip:
                 x = x + block(x)
+                if spoil and number == 0:
+                    x.register_hook(_spoil)
         out: torch.Tensor = self.head(x)
         return out
+
+
+def _spoil(gradient: torch.Tensor) -> torch.Tensor:
+    """One entry is infinite: behind it, some gradients of a block are, and some are not."""
+    gradient = gradient.clone()
+    gradient.view(-1)[0] = float("inf")
+    return gradient
 
 
 class Pair:
@@ -88,6 +97,7 @@ class Pair:
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
         self.saved: Any = None
+        self.owed: Any = None  # what INT4 had not sent, beside the plain model's
         self.defaults: dict[Any, Any] = {}
         self.models = [self._net(program["seed"]) for _ in range(2)]
         make = OPTIMIZERS[program["optimizer"]]
@@ -105,12 +115,18 @@ class Pair:
         }
         for block in net.blocks:
             fully_shard(block, **how)
-        return fully_shard(net, **how)
+        fully_shard(net, **how)
+        if factor := given.get("divide"):
+            for unit in (net, *net.blocks):
+                unit.set_gradient_divide_factor(factor)
+                unit.set_force_sum_reduction_for_comms(True)  # Gloo has no other sum with a factor
+        return net
 
     def _accelerate(self) -> None:
         form = self.program["form"]
         with mock.patch.dict(os.environ, EVENER_GUARD_STEPS="0"):  # forms stay what they are
             evener.fsdp.accelerate(self.models[1], mode=form, mirror=self.program["mirror"])
+        self.owed, self.plains = None, list[Plain]()
         if form != "exact":
             self._reduce_plainly(form)
 
@@ -119,11 +135,13 @@ class Pair:
         for module in (self.models[0], *self.models[0].blocks):
             unit = torch_names.fsdp_group(module._get_fsdp_state(), "")
             own = self.defaults.setdefault(module, unit._reduce_scatter_comm)
-            unit._reduce_scatter_comm, unit.force_sum_reduction_for_comms = own, False
+            unit._reduce_scatter_comm = own
+            unit.force_sum_reduction_for_comms = bool(self.program.get("divide"))
             if not any(p.sharded_param.requires_grad for p in unit.fsdp_params):
                 continue
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_reduce_scatter(Plain(unit, form, index))
+            self.plains.append(Plain(unit, form, index))
+            module.set_custom_reduce_scatter(self.plains[-1])
             index += 1
 
     def close(self) -> None:
@@ -156,6 +174,22 @@ class Pair:
             optimizer.step()
             optimizer.zero_grad()
 
+    def do_spoil(self, seed: int) -> None:
+        """A step that the program skips, on one rank's account, and the next one."""
+        for model in self.models:
+            spoil = self.rank == seed % RANKS
+            model.set_requires_gradient_sync(True)
+            model(self._data(seed), spoil=spoil).float().square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.do_train(seed, 1, -1, False)
+
+    def do_restart(self, seed: int) -> None:
+        """A step, weights that are loaded, and a step of theirs."""
+        self.do_train(seed, 1, -1, False)
+        self.do_load(seed)
+        self.do_train(seed + 1, 1, -1, False)
+
     def do_evaluate(self, seed: int) -> None:
         with torch.no_grad():
             plain, ours = (model(self._data(seed)) for model in self.models)
@@ -184,14 +218,27 @@ class Pair:
         other = copy.deepcopy(get_model_state_dict(self._net(seed)))
         for model in self.models:
             set_model_state_dict(model, other)
+        for plain in self.plains:
+            plain.kept.clear()
 
     def do_save(self, _seed: int) -> None:
         self.saved = [copy.deepcopy(model.state_dict()) for model in self.models]
+        kept = [copy.deepcopy(plain.kept) for plain in self.plains]
+        self.owed = (copy.deepcopy(self.models[1].evener.state_dict()), kept)
 
-    def do_back(self, _seed: int) -> None:
-        if self.saved is not None:
-            for model, saved in zip(self.models, self.saved, strict=True):
-                model.load_state_dict(saved)
+    def do_back(self, seed: int, owed: bool = False) -> None:
+        """`owed`: and what was not sent then, before the weights or after."""
+        if self.saved is None:
+            return
+        owed = owed and self.owed is not None
+        if owed and seed % 2:
+            self.models[1].evener.load_state_dict(self.owed[0])
+        for model, saved in zip(self.models, self.saved, strict=True):
+            model.load_state_dict(saved)
+        if owed and not seed % 2:
+            self.models[1].evener.load_state_dict(self.owed[0])
+        for at, plain in enumerate(self.plains):
+            plain.kept = copy.deepcopy(self.owed[1][at]) if owed else {}
 
     def do_ahead(self, _seed: int) -> None:
         """Gather before the forward pass: the same weights. They are given back unused."""
@@ -291,7 +338,8 @@ class Plain(ReduceScatter):
         scales = torch.empty(room // int4.BLOCK)
         kept = self.kept.get(sender, torch.zeros(self.numel)).clone()
         int4.quantize_reference(row, kept, codes, scales)
-        self.kept[sender] = kept.bfloat16().float()
+        if not scales.isnan().any():
+            self.kept[sender] = kept.bfloat16().float()
         int4.dequantize_sum_reference(codes[None], scales[None], 1.0, out)
         return out
 
@@ -364,12 +412,26 @@ def _forgotten(self: Any, rows: torch.Tensor) -> torch.Tensor:
     return torch.zeros(self.nodes - 1, rows.shape[1], dtype=torch.bfloat16)
 
 
+def _drops_nothing(self: Any) -> None:
+    """Weights are loaded, and what is kept stays."""
+
+
+def _nothing_is_spoiled(self: Any, message: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(False)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "a decoded weight is off by a bit": _put(mirrors.differences, "read", _flipped),
     "a change is overlooked": _put(mirrors.differences, "size", _overlooked),
     "the mirror's own row stays as it was": _put(Mirror, "apply", _own_row_left),
     "minus zero is zero": _put(mirrors, "bits", lambda weights: weights.float()),
     "nobody asks before a gather": _put(torch_names, "fsdp_training_state", _not_asked),
+    "what INT4 did not send outlives a load": _put(
+        shards.FormedReduceScatter, "will_load", _drops_nothing
+    ),
+    "what is finite of a spoiled step is kept": _put(
+        shards._Blocks, "spoiled", _nothing_is_spoiled
+    ),
     "what INT4 did not send is forgotten": _put(shards.FormedReduceScatter, "_kept", _forgotten),
 }
 _switch = Switch()
@@ -398,9 +460,11 @@ STEPS = st.one_of(
     _step("write", st.sampled_from(sorted(WRITES)), st.booleans()),
     _step("load"),
     _step("save"),
-    _step("back"),
+    _step("back", st.booleans()),
     _step("ahead"),
     _step("signs"),
+    _step("spoil"),
+    _step("restart"),
     _step("keep", st.booleans()),
     _step("again"),
 )
@@ -412,6 +476,7 @@ PROGRAMS = st.fixed_dictionaries(
         "tied": st.booleans(),
         "policy": st.sampled_from(sorted(POLICIES)),
         "reshard": st.booleans(),
+        "divide": st.sampled_from([0.0, 0.0, 1.0, 4.0]),
         "mirror": st.sampled_from(["host", "gpu", "off"]),
         "form": st.sampled_from(["exact", "exact", "bf16", "int8", "int4"]),
         "optimizer": st.sampled_from(sorted(OPTIMIZERS)),

@@ -130,15 +130,15 @@ def fsdp_reduce_dtype(group: Any, parameter: Any) -> torch.dtype:
     Raises UsageError where it follows from each gradient, and for a torch that says it elsewhere.
     """
     own: torch.dtype = parameter.sharded_param.dtype
-    policy: Any = getattr(parameter, "mp_policy", None)
-    if policy is None:  # up to 2.14
-        policy = getattr(group, "mp_policy", None)
-        if policy is None:
-            raise _elsewhere("the dtype of FSDP2's reduction")
-        return policy.reduce_dtype or policy.param_dtype or own
+    policy: Any = getattr(parameter, "mp_policy", None) or getattr(group, "mp_policy", None)
+    if policy is None:
+        raise _elsewhere("the dtype of FSDP2's reduction")
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype  # type: ignore[no-any-return]
-    if not getattr(parameter, "_has_sharded_grad_dtype_override", False):
+    override = getattr(parameter, "_has_sharded_grad_dtype_override", None)
+    if override is None:  # up to 2.14, whose parameters have a policy, too
+        return policy.param_dtype or own
+    if not override:
         return own
     if parameter.sharded_grad_dtype is None:
         raise UsageError(
@@ -147,6 +147,20 @@ def fsdp_reduce_dtype(group: Any, parameter: Any) -> torch.dtype:
             "set MixedPrecisionPolicy(reduce_dtype=...)",
         )
     return parameter.sharded_grad_dtype  # type: ignore[no-any-return]
+
+
+def fsdp_divides_after(group: Any, dtype: torch.dtype, ranks: int) -> float:
+    """By what FSDP2 divides a sum of gradients in `dtype` that its ranks have made.
+
+    Gradients in fp16 were divided before they were added, too (`_get_gradient_divide_factors`).
+    """
+    factor = group.gradient_divide_factor or float(ranks)
+    if dtype in (torch.float32, torch.bfloat16):
+        return float(factor)
+    before = 1
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return float(factor / before)
 
 
 def fsdp_widens(group: Any, parameter: Any) -> bool:

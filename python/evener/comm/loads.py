@@ -1,4 +1,4 @@
-"""Hears of `load_state_dict`: who averages a model's weights must know that others were loaded."""
+"""Hears of `load_state_dict`: who keeps something of a training must know that another one came."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any, Protocol
 
 
 class Loaded(Protocol):
-    """What keeps weights beside a model's own (`rounds.Rounds`, `hub.rounds.NodeRounds`)."""
+    """What keeps weights beside a model's own (`rounds.Rounds`, `hub.rounds.NodeRounds`), or
+
+    gradients (`shards.FormedReduceScatter`).
+    """
 
     def will_load(self) -> None:
         """Other weights are about to be loaded into the model."""

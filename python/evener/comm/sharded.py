@@ -25,6 +25,7 @@ from evener.base import settings, torch_names
 from evener.comm import guard
 from evener.comm.ahead import Ahead, Lane, MirroredGather
 from evener.comm.groups import Communicators
+from evener.comm.loads import LoadHook
 from evener.comm.mirrors import Mirror, Spread, Traffic
 from evener.comm.options import Options
 from evener.comm.replicas import Unit, piece_like, piece_local
@@ -111,6 +112,9 @@ class Sharded:
                 self._set(found, "force_sum_reduction_for_comms", force, True)
                 place = module.set_custom_reduce_scatter
                 self._set(found, "_reduce_scatter_comm", place, reduction)
+                for part in found.modules:
+                    heard = part.register_load_state_dict_pre_hook(LoadHook(reduction))
+                    self._undo.append(heard.remove)
         if mode == "auto" and self.communicators is not None:
             self.use(PLAIN)
             narrow = all(unit.bucket.buffer.element_size() <= 2 for unit, _ in units)
@@ -223,6 +227,7 @@ class Sharded:
         for reduction in feeding:
             unit = reduction.unit
             if not any(piece.name in state for piece in unit.pieces):
+                reduction.forget()
                 continue
             owed = torch.zeros(
                 unit.numel, dtype=torch.float32, device=reduction.communicators.device

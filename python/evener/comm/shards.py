@@ -14,7 +14,9 @@ INT8 and BF16 keep nothing: INT8 rounds at random and right on the mean, BF16 to
 rounds to the nearest and keeps at the sender what rounding took away, for the next step (error
 feedback; Karimireddy et al., arXiv 1901.09847). That is a number for each gradient that the rank
 sends: [nodes - 1, n], in bf16, because a tenth of a per cent of a rounding error is none. A unit
-that falls back to a milder form hands it on.
+that falls back to a milder form hands it on. A row that is not finite leaves it as it was: such a
+step is skipped, and the rest of its gradients must not come with the next one. Weights that are
+loaded drop it: it belongs to a training that goes on no more.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from evener.base import torch_names
 from evener.comm import wires
 from evener.comm.buckets import padded
 from evener.comm.codecs import int8
@@ -115,6 +118,7 @@ class FormedReduceScatter(ReduceScatter):
         self.checked = False
         self.measured: torch.Tensor | None = None
         self._calls, self._odd = 0, False
+        self._taken_over = False  # and not sent since
         places = order(communicators)
         # Ranks as [local, node], where that is another order than their own.
         self._order: torch.Tensor | None = None
@@ -200,6 +204,7 @@ class FormedReduceScatter(ReduceScatter):
 
     def _send(self, rows: torch.Tensor, form: str) -> None:
         """Send each node its row; what is for this one is then on its way. Overwrites `rows`."""
+        self._taken_over = False
         small = self.unit.small
         others = [node for node in range(self.nodes) if node != self.node]
         code = _code(form, rows.shape[1])
@@ -217,7 +222,9 @@ class FormedReduceScatter(ReduceScatter):
             key = int8.key(self._calls, self.unit.index, self.communicators.rank, node)
             code.write(rows[node], kept, sent[node, : code.size], key)
             if kept is not None:
-                self._kept(rows)[at].copy_(kept)
+                before = self._kept(rows)[at]
+                spoiled = code.spoiled(sent[node : node + 1])
+                before.copy_(torch.where(spoiled, before, kept))
             if self.checked:
                 figures.append(_figures(rows[node], kept, code, sent[node : node + 1]))
         if form in ("exact", "bf16"):
@@ -262,9 +269,20 @@ class FormedReduceScatter(ReduceScatter):
 
     # --- checkpoints ---
 
+    def will_load(self) -> None:
+        """Weights are loaded into the unit: what is kept is of others, unless it was loaded too."""
+        if not self._taken_over:
+            self.forget()
+
+    def forget(self) -> None:
+        """Nothing is kept. No rank need do so with another: zeros are sent all the same."""
+        if self.residual is not None:
+            self.residual.zero_()
+
     def divisor(self) -> float:
         """By what FSDP2 divides the sum."""
-        return float(self.group.gradient_divide_factor or self.communicators.size)
+        dtype = self.unit.bucket.buffer.dtype
+        return torch_names.fsdp_divides_after(self.group, dtype, self.communicators.size)
 
     def owed(self) -> torch.Tensor:
         """What all nodes have not sent yet of this rank's shard: [n] float32. Collective."""
@@ -283,6 +301,7 @@ class FormedReduceScatter(ReduceScatter):
         self.communicators.route.outer.all_gather(every, share)
         others = [node for node in range(self.nodes) if node != self.node]
         self.residual = every.view(self.nodes, -1)[others].to(torch.bfloat16)
+        self._taken_over = True
 
 
 class _Blocks:
@@ -298,6 +317,10 @@ class _Blocks:
         """`row` and what was `kept` [n] into bytes; `kept` keeps what rounding takes away."""
         codes, scales = self.wire.views(target.unsqueeze(0), self.room)
         self.wire.quantize(row, kept, codes[0], scales[0], key)
+
+    def spoiled(self, message: torch.Tensor) -> torch.Tensor:
+        """Whether something in a message [1, bytes] is not finite: a scalar."""
+        return self.wire.views(message[:, : self.size], self.room)[1].isnan().any()
 
     def add_up(self, came: torch.Tensor, total: torch.Tensor) -> None:
         """`total` [n] float32 = the sum of what messages [ranks, bytes] say."""
@@ -320,6 +343,10 @@ class _Cast:
         target[: self.bytes].view(self.dtype).copy_(values)
         if kept is not None:
             kept.zero_()
+
+    def spoiled(self, message: torch.Tensor) -> torch.Tensor:
+        """See `_Blocks`; nothing is kept whatever comes."""
+        return torch.zeros((), dtype=torch.bool, device=message.device)
 
     def add_up(self, came: torch.Tensor, total: torch.Tensor) -> None:
         """See `_Blocks`."""

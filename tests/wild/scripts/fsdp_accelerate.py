@@ -1,7 +1,7 @@
 """FSDP2 by Accelerate, in its own loop and as transformers' Trainer uses it.
 
-Accelerate shards on GPUs alone: on CPUs it would go on with DistributedDataParallel. Here it is told
-that its two processes have GPUs, and given CPUs: all that it then does to a model is FSDP2's.
+Accelerate shards on GPUs alone: on CPUs it would go on with DistributedDataParallel. Here it is
+told that its two processes have GPUs, and given CPUs: all that it then does to a model is FSDP2's.
 """
 
 import argparse

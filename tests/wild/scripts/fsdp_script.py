@@ -24,7 +24,8 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = (*x.shape[:2], HEADS, WIDTH // HEADS)
-        q, k, v = (part.view(shape).transpose(1, 2) for part in self.mixed(self.norms[0](x)).chunk(3, 2))
+        parts = self.mixed(self.norms[0](x)).chunk(3, dim=2)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
         seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(x.shape))
         return x + self.narrow(nn.functional.gelu(self.wide(self.norms[1](x))))

@@ -1,4 +1,4 @@
-"""torchtitan's Llama as torchtitan makes it parallel: activation checkpointing, each block compiled,
+"""torchtitan's Llama as torchtitan makes it parallel: activation checkpointing, compiled blocks,
 bf16 weights and float32 sums, gradients divided by the tokens of all ranks and not by FSDP2."""
 
 import torch
