@@ -419,6 +419,21 @@ def test_loaded_weights_owe_nothing_of_another_training() -> None:
     assert worlds.run((1, 1), after_loading) == [[True, False, True, True, False]] * 2
 
 
+def named_while_gathered(rank: int, size: int) -> bool:
+    """A program may have called unshard(); what is owed has its parameters' names all the same."""
+    ours = sharded(size)
+    expected = {name for name, p in ours.named_parameters() if p.dim() > 1}
+    for block in (ours, *ours.children()):
+        block.unshard()  # type: ignore[operator]
+    evener.fsdp.accelerate(ours, mode="int4")
+    train(ours, rank, torch.optim.SGD(ours.parameters(), lr=0.1), range(1))
+    return set(ours.evener.state_dict()) == expected  # type: ignore[union-attr, operator]
+
+
+def test_what_is_owed_has_names_where_weights_were_gathered_first() -> None:
+    assert worlds.run((1, 1), named_while_gathered) == [True, True]
+
+
 def one_wrong_bit(rank: int, size: int) -> str:
     ours = sharded(size)
     evener.fsdp.accelerate(ours)

@@ -341,6 +341,17 @@ def _groups(model: nn.Module) -> list[tuple[str, Any]]:
     return found
 
 
+def mesh_of(model: nn.Module) -> DeviceMesh:
+    """The mesh of the first unit, also where weights are gathered and so are no DTensors now."""
+    for name, module in model.named_modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        group = None if state is None else torch_names.fsdp_group(state(), name)
+        if group is not None:
+            mesh: DeviceMesh = group.mesh_info.mesh
+            return mesh
+    raise UsageError("no parameter of this model is sharded", "pass what fully_shard() was given")
+
+
 def _replicated(group: Any) -> dist.ProcessGroup | None:
     """The group over which FSDP2 itself averages the replicas of a unit."""
     found: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
@@ -388,7 +399,10 @@ def _unit(index: int, name: str, group: Any, names: dict[int, str]) -> Unit:
         if not sharded.requires_grad:
             continue
         numel = parameter.padded_sharded_param_size.numel()
-        pieces.append(Piece(names.get(id(sharded), f"{name} {offset}"), offset, numel, sharded))
+        # A program that has called unshard() before its first forward has the gathered one.
+        gathered = getattr(parameter, "unsharded_param", None)
+        known = names.get(id(sharded)) or names.get(id(gathered)) or f"{name} {offset}"
+        pieces.append(Piece(known, offset, numel, sharded))
         offset += numel
         dtype = torch_names.fsdp_reduce_dtype(group, parameter)
     return Unit(index, name, pieces, offset, dtype)

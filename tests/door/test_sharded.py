@@ -27,7 +27,7 @@ forked.ranks(2)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 for kind in sys.argv[1:]:
-    if kind == "shards":
+    if kind != "replicas":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     else:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -38,6 +38,8 @@ for kind in sys.argv[1:]:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if kind == "unsharded":
+        model.unshard()
     torch.manual_seed(rank)
     for step in range(5):
         optimizer.zero_grad()
@@ -83,6 +85,14 @@ def test_a_program_trains_to_the_same_bits(tmp_path: Path, plain: str) -> None:
     assert ours == plain
     assert "EVENER_FSDP=exact: Sequential goes on with Evener" in said
     assert said.count("is left as it is: its mesh has replicas") == 1
+
+
+def test_weights_may_be_gathered_before_the_first_forward(tmp_path: Path) -> None:
+    """As PyTorch's own example prefetches."""
+    plain, _ = trained(tmp_path, "unsharded")
+    ours, said = trained(tmp_path, "unsharded", EVENER_FSDP="exact")
+    assert ours == plain
+    assert "EVENER_FSDP=exact: Sequential goes on with Evener" in said
 
 
 def test_a_lossy_form_changes_them(tmp_path: Path, plain: str) -> None:

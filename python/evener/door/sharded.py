@@ -76,7 +76,7 @@ def _try_to_enter(root: Any) -> str | None:
     """Why not, in words; empty where Evener is in, None where there is nobody to talk to."""
     from evener import fsdp
 
-    mesh = next(root.parameters()).device_mesh
+    mesh = fsdp.mesh_of(root)
     if mesh.ndim != 1:
         return "its mesh has replicas; evener.fsdp.accelerate(model) averages them"
     group = mesh.get_group()
