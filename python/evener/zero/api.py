@@ -99,9 +99,11 @@ def plans(
     ranks: int = 1,
     machine: Machine | None = None,
     example: Any = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[Plan]:
     """As `plan`, of a model that is traced once: a plan for each of `ways`, which are (nodes, form
-    in which gradients cross between them). Where the first does not fit, it says what would."""
+    in which gradients cross between them). Where the first does not fit, it says what would.
+    `tell`: hears what is done now, as that may take a while."""
     module = model if isinstance(model, nn.Module) else shapes.llama(model)
     device = devices.pick(settings.device).device
     measured = machine or probe(device, settings.dtype, settings.moments).machine
@@ -110,6 +112,7 @@ def plans(
     if isinstance(model, nn.Module):
         head = _head(model, settings)
         restore = without_cache(model)
+        tell("a step of the model runs without memory")
         try:
             call = _call(model, settings, batch, example)
             units, profile = cut_and_trace(model, {}, settings, device, call, head, measured.cores)
@@ -122,6 +125,7 @@ def plans(
     else:
         units = cut(module, small=settings.small, bytes=settings.moments == torch.int8)
     limit = _budget(settings, device, ranks)
+    tell("planning")
     found: list[Plan] = []
     for nodes, form in ways:
         mine, without = replace(settings, crossing=form), replace(limit, ssd=0)
@@ -131,6 +135,7 @@ def plans(
                 measured = replace(measured, ssd=ssd.measure(limit.folder).both)
             made = plan_units(units, mine, measured, limit, tokens, ranks, profile, nodes)
         if not made.fits and not found:
+            tell("it does not fit; looking for what would")
             others = nearest(units, mine, measured, limit, tokens, ranks, profile, nodes)
             made = replace(made, nearest=others)
         found.append(made)

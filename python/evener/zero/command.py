@@ -187,7 +187,11 @@ def run_plan(
     ways = [(nodes, config.crossing)]
     if nodes > 1:
         ways += [(1, "exact"), *((nodes, form) for form in forms())]
-    made, *others = plans(shape, config, ways, batch=_batch(batch), ranks=ranks, machine=machine)
+    size = _batch(batch)
+    with Console(stderr=True).status("planning") as shown:  # nothing, where that is no terminal
+        made, *others = plans(
+            shape, config, ways, batch=size, ranks=ranks, machine=machine, tell=shown.update
+        )
     if not record.get("assumed") and made.ssd_bytes:
         lines = [*lines, f"SSD              measured in {made.budget.folder}"]
     if said:

@@ -1,6 +1,11 @@
 """What would make a model fit that does not: each setting is planned, none is guessed.
 
-One setting at a time; where no host memory alone is enough, GPU memory and host memory together.
+One setting at a time; where no host memory alone is enough, GPU memory and host memory together,
+and where no smaller states alone are, these with host memory.
+
+A plan plays the traced step for each size that it tries, and a search for the least budget would
+plan dozens of times: minutes for 60 blocks. So the least is computed (`planner.least_gpu`,
+`Ways.least_host`), planned once, and what was played is kept (`Profile.played`).
 """
 
 from __future__ import annotations
@@ -13,13 +18,14 @@ import torch
 from evener.base import budget as budgets
 from evener.zero.config import MOMENTS, Config
 from evener.zero.planner import Fit, Machine, Plan
-from evener.zero.planning import formats_of, plan_units
+from evener.zero.planning import Ways, formats_of
 from evener.zero.profile import Profile
 from evener.zero.states import BLOCK
 from evener.zero.units import LEAST, Group, Unit
 
 _MOST = 1 << 44
-_STEP = 10_000_000
+TRIES = 8
+"""Sizes that are planned, each a hundredth larger, until the one that was computed fits."""
 
 
 def nearest(
@@ -37,45 +43,41 @@ def nearest(
     `tokens`: of a micro-batch. More GPUs are taken to be in the same host, with its memory.
     """
 
-    def made(
+    def ways(
         given: Config = config,
-        limit: budgets.Budget = budget,
         profile: Profile | None = profile,
         ranks: int = ranks,
         tokens: int = tokens,
-    ) -> Plan:
-        return plan_units(units, given, machine, limit, tokens, ranks, profile, replicas)
+        cut: list[Unit] = units,
+    ) -> Ways:
+        return Ways.of(cut, given, machine, tokens, ranks, profile, replicas)
 
-    def least(limit: budgets.Budget, kind: str) -> tuple[int, Plan] | None:
+    def least(limit: budgets.Budget, kind: str, of: Ways) -> tuple[int, Plan] | None:
         """The smallest budget of that kind that fits, the other as it is in `limit`."""
+        gpu = kind == "gpu"
+        size = of.least_gpu(limit) if gpu else of.least_host(limit)
+        for _ in range(TRIES if size is not None else 0):
+            assert size is not None
+            made = of.best(replace(limit, gpu=size) if gpu else replace(limit, host=size))
+            if made is not None:
+                return size, made
+            size += size // 100  # with a chunk less on the host, pools had more holes
+        return None
 
-        def of(size: int) -> Plan:
-            gpu = kind == "gpu"
-            return made(limit=replace(limit, gpu=size) if gpu else replace(limit, host=size))
-
-        low, high, best = 0, _MOST, of(_MOST)
-        if not best.fits:
-            return None
-        while high - low > _STEP:
-            middle = (low + high) // 2
-            found = of(middle)
-            low, high, best = (low, middle, found) if found.fits else (middle, high, best)
-        return high, best
-
-    def rounded(given: Config) -> Plan:
+    def rounded(given: Config) -> tuple[Ways, budgets.Budget]:
         """With other moments. The profile is of these chunks: those of one byte would be without
         small parameters, which are taken to be on the GPU besides."""
         if given.moments != torch.int8:
-            return made(given)
+            return ways(given), budget
         cut = [replace(unit, groups=[_blocks(group) for group in unit.groups]) for unit in units]
         pieces = [p for unit in units for g in unit.groups if g.trainable for p in g.pieces]
         small = sum(p.numel for p in pieces if p.numel < LEAST)
-        least = small * formats_of(config).device_bytes(len(config.rule.moments))
-        limit = replace(budget, gpu=budget.gpu - int(least))
-        return plan_units(cut, given, machine, limit, tokens, ranks, profile, replicas)
+        beside = small * formats_of(config).device_bytes(len(config.rule.moments))
+        return ways(given, cut=cut), replace(budget, gpu=budget.gpu - int(beside))
 
     def single() -> Iterator[Fit | None]:
-        host, gpu = least(budget, "host"), least(budget, "gpu")
+        here = ways()
+        host, gpu = least(budget, "host", here), least(budget, "gpu", here)
         if host:
             size = _gb(host[0])
             words = f"{size[:-2]} GB of host memory (--host {size})"
@@ -85,9 +87,9 @@ def nearest(
             words = f"{size[:-2]} GB of GPU memory (--gpu {size})"
             yield _fit(f"a gpu budget of {size}", words, gpu)
         if not host:
-            yield both(gpu[0] if gpu else 2 * _MOST)
-        wide = made(limit=replace(budget, ssd=1 << 50))
-        if wide.fits and wide.ssd_bytes:
+            yield both(here, gpu[0] if gpu else 2 * _MOST)
+        wide = here.best(replace(budget, ssd=1 << 50))
+        if wide and wide.ssd_bytes:
             size = _gb(wide.ssd_bytes)
             known = wide if machine.ssd else replace(wide, step_seconds=0.0, tokens_per_second=0.0)
             yield _fit(
@@ -97,44 +99,61 @@ def nearest(
             )
         for more in (2, 4, 8):
             shared = replace(budget, host=budget.host // more)
-            if (plan := made(limit=shared, ranks=ranks * more)).fits:
+            if plan := ways(ranks=ranks * more).best(shared):
                 many = f"{ranks * more} GPUs in this host"
                 yield _fit(many, f"{many} (--ranks {ranks * more})", (0, plan))
                 break
-        if config.checkpointing != "auto":
-            plan = made(replace(config, checkpointing="auto"))
-            if plan.fits:
-                words = "activations recomputed or on the host (--checkpointing auto)"
-                yield _fit('evener.checkpointing = "auto"', words, (0, plan))
-        lossy = [(value, True) for value in ("bf16", "int8")]
+        free = ways(replace(config, checkpointing="auto"))
+        if config.checkpointing != "auto" and (plan := free.best(budget)):
+            words = "activations recomputed or on the host (--checkpointing auto)"
+            yield _fit('evener.checkpointing = "auto"', words, (0, plan))
+        yield lossy(host)
+        yield fewer_rows()
+
+    def lossy(host: tuple[int, Plan] | None) -> Fit | None:
+        """The first of smaller states that fit. Where none do: the smallest, with host memory, if
+        that is less than the lossless ones take (`host`)."""
+        forms = [("bf16", True), ("int8", True)]
         if config.dtype == torch.bfloat16:
-            lossy.append(("int8", False))
-        for value, master in lossy:
+            forms.append(("int8", False))
+        last: tuple[str, str, str, Ways, budgets.Budget] | None = None
+        for value, master in forms:
             moments = MOMENTS[value]
             if (moments.itemsize, master) >= (config.moments.itemsize, config.master):
                 continue
-            plan = rounded(replace(config, moments=moments, master=master and config.master))
-            if plan.fits:
-                words = f"moments in {'8 bits' if value == 'int8' else 'BF16'}"
-                setting, option = f'evener.moments = "{value}"', f"--moments {value}"
-                if not master:
-                    words += " and no exact copy of the weights"
-                    setting, option = f"{setting}, evener.master = false", f"{option} --no-master"
-                yield _fit(setting, f"{words} ({option})", (0, plan))
-                break
-        yield fewer_rows()
+            made, limit = rounded(replace(config, moments=moments, master=master and config.master))
+            words = f"moments in {'8 bits' if value == 'int8' else 'BF16'}"
+            setting, option = f'evener.moments = "{value}"', f"--moments {value}"
+            if not master:
+                words += " and no exact copy of the weights"
+                setting, option = f"{setting}, evener.master = false", f"{option} --no-master"
+            if plan := made.best(limit):
+                return _fit(setting, f"{words} ({option})", (0, plan))
+            last = words, setting, option, made, limit
+        if host is None or last is None:
+            return None
+        words, setting, option, made, limit = last
+        less = least(limit, "host", made)
+        if less is None or less[0] >= host[0]:
+            return None
+        size = _gb(less[0])
+        return _fit(
+            f"{setting} with a host budget of {size}",
+            f"{words}, and {size[:-2]} GB of host memory ({option} --host {size})",
+            less,
+        )
 
     def fewer_rows() -> Fit | None:
         """The largest batch, of halves and quarters and so on, that fits."""
-        ways = [(config, "")]
+        tried = [(config, "")]
         if config.checkpointing != "auto":
-            ways.append((replace(config, checkpointing="auto"), " --checkpointing auto"))
+            tried.append((replace(config, checkpointing="auto"), " --checkpointing auto"))
         batch = tokens if profile is None else profile.rows
         what = "tokens" if profile is None else "rows"
         for part in (2**n for n in range(1, batch.bit_length())):
-            for given, also in ways:
+            for given, also in tried:
                 less = None if profile is None else profile.scaled(batch // part)
-                if made(given, profile=less, tokens=tokens // part).fits:
+                if ways(given, profile=less, tokens=tokens // part).best(budget):
                     words = f"a batch of {batch // part} instead of {batch} {what}"
                     rows = 1 if profile is None else batch // part
                     option = f"--batch {rows}x{tokens // part // rows}{also}"
@@ -142,13 +161,13 @@ def nearest(
                     return Fit(words, f"{words} ({option})", 0.0, 0.0)
         return None
 
-    def both(alone: int) -> Fit | None:
+    def both(here: Ways, alone: int) -> Fit | None:
         """The least GPU memory with host memory as it takes, and the host memory beside it.
 
         None where GPU memory `alone` is nearly as little.
         """
-        gpu = least(replace(budget, host=_MOST), "gpu")
-        host = gpu and least(replace(budget, gpu=gpu[0]), "host")
+        gpu = least(replace(budget, host=_MOST), "gpu", here)
+        host = gpu and least(replace(budget, gpu=gpu[0]), "host", here)
         if gpu is None or host is None or alone < 2 * gpu[0]:
             return None
         one, other = _gb(gpu[0]), _gb(host[0])

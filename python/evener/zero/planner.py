@@ -35,6 +35,8 @@ then takes as long as the longer of the two.
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_left
 from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -221,12 +223,19 @@ class Plan:
 
 def _bytes_on(part: Part, formats: Formats, work: Work, where: str) -> int:
     """`where`: "gpu", "host", or "ssd": what stays on the host then."""
-    share, formats = _share(part, work), formats.of(part.align)
+    formats = formats.of(part.align)
     owed = _owed(formats, work) * part.trainable
+    return _size(_share(part, work), part.trainable, formats, work.moments, owed, where)
+
+
+@functools.lru_cache(maxsize=1 << 12)  # blocks are alike, and a plan asks for each size again
+def _size(
+    share: int, trainable: bool, formats: Formats, moments: int, owed: int, where: str
+) -> int:
     if where == "gpu":
-        each = formats.device_bytes(work.moments) if part.trainable else formats.compute.itemsize
+        each = formats.device_bytes(moments) if trainable else formats.compute.itemsize
         return int(share * (each + owed))
-    sizes = formats.pages(share, part.trainable, PLACES[: work.moments], where == "ssd")
+    sizes = formats.pages(share, trainable, PLACES[:moments], where == "ssd")
     return sum(sizes) + (size_on_host(share, owed) if owed else 0)
 
 
@@ -336,10 +345,8 @@ def held(parts: Sequence[Part], resident: Set[str], formats: Formats, ranks: int
     return found
 
 
-def _prefix(
-    parts: Sequence[Part], formats: Formats, work: Work, machine: Machine, budget: Budget
-) -> tuple[frozenset[str], int]:
-    """The chunks that the accelerator takes, and the bytes that are then used there."""
+def _able(parts: Sequence[Part], work: Work) -> list[Part]:
+    """What the accelerator may take, in the order in which it does."""
     able = []
     for part in parts:
         if part.stays:
@@ -347,21 +354,29 @@ def _prefix(
         if work.ranks > 1 and not part.trainable:
             break  # its weights would be gathered all the same
         able.append(part)
-    sums = [0]
-    for part in able:
-        sums.append(sums[-1] + _bytes_on(part, formats, work, "gpu"))
+    return able
 
-    def used(count: int) -> int:
-        chosen = frozenset(part.name for part in able[:count])
-        return _need(parts, chosen, formats, work, machine) + sums[count]
 
+def _used(
+    parts: Sequence[Part], taken: Sequence[Part], formats: Formats, work: Work, machine: Machine
+) -> int:
+    """Bytes that are used on the accelerator where it takes these chunks."""
+    states = sum(_bytes_on(part, formats, work, "gpu") for part in taken)
+    return states + _need(parts, {part.name for part in taken}, formats, work, machine)
+
+
+def _prefix(
+    parts: Sequence[Part], formats: Formats, work: Work, machine: Machine, budget: Budget
+) -> tuple[frozenset[str], int]:
+    """The chunks that the accelerator takes, and the bytes that are then used there."""
+    able = _able(parts, work)
     low, high = 0, len(able) + 1  # `low` fits, or nothing does; `high` does not
-    best = used(0)
+    best = _used(parts, [], formats, work, machine)
     if best > budget.gpu:
         return frozenset(), best
     while high - low > 1:
         middle = (low + high) // 2
-        size = used(middle)
+        size = _used(parts, able[:middle], formats, work, machine)
         if size <= budget.gpu:
             low, best = middle, size
         else:
@@ -369,11 +384,16 @@ def _prefix(
     return frozenset(part.name for part in able[:low]), best
 
 
-def plan(
-    parts: Sequence[Part], formats: Formats, work: Work, machine: Machine, budget: Budget
-) -> Plan:
-    """See the head of this file."""
-    chosen, gpu = _prefix(parts, formats, work, machine, budget)
+def _placed(
+    parts: Sequence[Part],
+    chosen: Set[str],
+    formats: Formats,
+    work: Work,
+    machine: Machine,
+    budget: Budget,
+) -> tuple[list[Place], int, int]:
+    """Where each chunk is if the accelerator takes those in `chosen`; bytes of host memory and of
+    the SSD's file."""
     host = machine.host_reserve + work.offloaded
     places: list[Place] = []
     for part in parts:
@@ -381,7 +401,45 @@ def plan(
         size = _bytes_on(part, formats, work, where)
         host += size if where == "host" else 0
         places.append(Place(part.name, part.numel, where, size))
-    places, host, ssd = _spilled(parts, places, formats, work, budget, host)
+    return _spilled(parts, places, formats, work, budget, host)
+
+
+def least_gpu(
+    parts: Sequence[Part],
+    formats: Formats,
+    work: Work,
+    machine: Machine,
+    budget: Budget,
+    most: int | None = None,
+) -> int | None:
+    """Bytes of accelerator memory from which on `plan` fits the budgets of host and SSD. None: it
+    never does, or not with `most`.
+
+    This plays the step once at most, where `plan` plays it for each size that it tries: as few
+    chunks leave the host as it asks for, and what they and the rest then take is the answer.
+    """
+    able = _able(parts, work)
+
+    def room(count: int) -> bool:
+        chosen = {part.name for part in able[:count]}
+        return _placed(parts, chosen, formats, work, machine, budget)[1] <= budget.host
+
+    count = bisect_left(range(len(able) + 1), True, key=room)
+    if count > len(able):
+        return None
+    taken = able[:count]
+    if most is not None and sum(_bytes_on(part, formats, work, "gpu") for part in taken) > most:
+        return None
+    found = _used(parts, taken, formats, work, machine)
+    return None if most is not None and found > most else found
+
+
+def plan(
+    parts: Sequence[Part], formats: Formats, work: Work, machine: Machine, budget: Budget
+) -> Plan:
+    """See the head of this file."""
+    chosen, gpu = _prefix(parts, formats, work, machine, budget)
+    places, host, ssd = _placed(parts, chosen, formats, work, machine, budget)
     problem = ""
     if gpu > budget.gpu:
         problem = (

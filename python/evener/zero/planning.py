@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from evener.zero.config import Config
 from evener.zero.form import Form
 from evener.zero.host import pages
 from evener.zero.inputs import Call
-from evener.zero.planner import Machine, Plan, Work
+from evener.zero.planner import Machine, Part, Plan, Work, least_gpu
 from evener.zero.planner import plan as pure_plan
 from evener.zero.profile import Profile
 from evener.zero.scratch import scratch_of
@@ -60,41 +60,98 @@ def plan_units(
     """The plan of units that were cut: of all ways that the configuration leaves open the fastest
     that fits, or the one that is nearest to fitting. `profile`: of the traced step; without it
     activations are estimated from shapes. The SSD is used where nothing fits without it."""
-    if budget.ssd:
-        without = replace(budget, ssd=0)
-        made = plan_units(units, config, machine, without, tokens, ranks, profile, replicas)
-        if made.fits:
+    ways = Ways.of(units, config, machine, tokens, ranks, profile, replicas)
+    return ways.best(budget) or ways.closest(budget)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """All ways that a configuration leaves open, as `planner` takes them. `tight`: the same by an
+    allocator without holes; empty where it has none anyway."""
+
+    parts: list[Part]
+    formats: Formats
+    machine: Machine
+    works: list[Work]
+    tight: list[Work]
+
+    @classmethod
+    def of(
+        cls,
+        units: list[Unit],
+        config: Config,
+        machine: Machine,
+        tokens: int,
+        ranks: int,
+        profile: Profile | None = None,
+        replicas: int = 1,
+    ) -> Ways:
+        """See `plan_units`."""
+        gains = machine.balanced > 1.05 * machine.host_adam
+        lanes = [False, True] if config.balance == "auto" and gains else [config.balance is True]
+        base = Work(
+            tokens=tokens,
+            activations=0,
+            accumulation=config.accumulation,
+            ranks=ranks,
+            replicas=replicas,
+            crossing=Form(config.crossing),
+            depth=config.depth,
+            moments=len(config.rule.moments),
+            scratch=scratch_of(config.rule, formats_of(config), cuda=machine.slack > 0),
+            profile=profile,
+        )
+        made = (
+            _estimated(units, config, base) if profile is None else _traced(config, base, profile)
+        )
+        works = [replace(work, streaming=streaming) for work in made for streaming in lanes]
+        holes = machine.slack > 0 and profile is not None
+        tight = [replace(work, pools=False) for work in works] if holes else []
+        return cls(shapes.parts_of(units), formats_of(config), machine, works, tight)
+
+    def best(self, budget: budgets.Budget) -> Plan | None:
+        """The fastest that fits; None: nothing does.
+
+        Only what does not fit without any hole is refused: an allocator at its limit closes them.
+        """
+        if budget.ssd and (made := self.best(replace(budget, ssd=0))) is not None:
             return made
-    gains = machine.balanced > 1.05 * machine.host_adam
-    lanes = [False, True] if config.balance == "auto" and gains else [config.balance is True]
-    parts = shapes.parts_of(units)
-    base = Work(
-        tokens=tokens,
-        activations=0,
-        accumulation=config.accumulation,
-        ranks=ranks,
-        replicas=replicas,
-        crossing=Form(config.crossing),
-        depth=config.depth,
-        moments=len(config.rule.moments),
-        scratch=scratch_of(config.rule, formats_of(config), cuda=machine.slack > 0),
-        profile=profile,
-    )
-    ways = _estimated(units, config, base) if profile is None else _traced(config, base, profile)
-    ways = [replace(work, streaming=streaming) for work in ways for streaming in lanes]
-    found = [pure_plan(parts, formats_of(config), work, machine, budget) for work in ways]
-    fitting = [plan for plan in found if plan.fits]
-    if fitting:
-        return min(fitting, key=lambda plan: plan.step_seconds)
-    if machine.slack and profile is not None:
-        # Only what does not fit without any hole is refused: an allocator at its limit closes them.
-        tight = [replace(work, pools=False) for work in ways]
-        found = [pure_plan(parts, formats_of(config), work, machine, budget) for work in tight]
-        fitting = [plan for plan in found if plan.fits]
-        if fitting:
-            best = min(fitting, key=lambda plan: plan.step_seconds)
-            return replace(best, gpu_bytes=budget.gpu)  # it takes what there is
-    return min(found, key=lambda plan: plan.gpu_bytes)
+        for works in (self.works, self.tight):
+            able = [work for work in works if self._least(work, budget, budget.gpu) is not None]
+            found = [self._plan(work, budget) for work in able]
+            if fitting := [plan for plan in found if plan.fits]:
+                made = min(fitting, key=lambda plan: plan.step_seconds)
+                # Without holes, it takes what there is.
+                return replace(made, gpu_bytes=budget.gpu) if works is self.tight else made
+        return None
+
+    def closest(self, budget: budgets.Budget) -> Plan:
+        """Where nothing fits: the plan that asks for the least accelerator memory; of those for
+        which that is enough, the least host memory."""
+        found = [self._plan(work, budget) for work in self.tight or self.works]
+        return min(found, key=lambda plan: (max(plan.gpu_bytes, budget.gpu), plan.host_bytes))
+
+    def least_gpu(self, budget: budgets.Budget) -> int | None:
+        """Bytes of accelerator memory from which on something fits; None: nothing ever does."""
+        found = [self._least(work, budget) for work in self.tight or self.works]
+        return min((size for size in found if size is not None), default=None)
+
+    def least_host(self, budget: budgets.Budget) -> int | None:
+        """The same of host memory."""
+        found = [
+            self._plan(work, replace(limit, host=0))
+            for work in self.tight or self.works
+            for limit in ([budget, replace(budget, ssd=0)] if budget.ssd else [budget])
+        ]
+        return min(
+            (made.host_bytes for made in found if made.gpu_bytes <= budget.gpu), default=None
+        )
+
+    def _least(self, work: Work, budget: budgets.Budget, most: int | None = None) -> int | None:
+        return least_gpu(self.parts, self.formats, work, self.machine, budget, most)
+
+    def _plan(self, work: Work, budget: budgets.Budget) -> Plan:
+        return pure_plan(self.parts, self.formats, work, self.machine, budget)
 
 
 _MODES: dict[bool | str, list[str]] = {

@@ -94,6 +94,10 @@ class Profile:
     every repeated unit recomputed."""
     asked: str = field(default="", compare=False)
     """Which values the model asked for, in words; empty: none."""
+    played: dict[Any, tuple[int, int]] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+    """What `peaks` has found, by what was asked: plans ask the same again and again."""
 
     @property
     def mixes(self) -> bool:
@@ -205,6 +209,24 @@ def peaks(
     with the weights. `shared`: between several ranks, in a stream of its own (`ranks` of them have
     a copy of the states): also what stays on the accelerator is held until that has passed, and the
     last of a pass are still held in the next."""
+    asked = tuple(chunks), frozenset(recompute), depth, offload, ranks, pools, shared
+    found = profile.played.get(asked)
+    if found is None:
+        found = profile.played[asked] = _play(profile, *asked)
+    return found
+
+
+def _play(
+    profile: Profile,
+    chunks: Sequence[Held],
+    recompute: Set[int],
+    depth: int,
+    offload: int,
+    ranks: int,
+    pools: bool,
+    shared: bool,
+) -> tuple[int, int]:
+    """`peaks`, played through."""
     of_unit: dict[int, list[int]] = {}
     for number, chunk in enumerate(chunks):
         if chunk.moves:
