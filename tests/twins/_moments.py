@@ -1,5 +1,6 @@
-"""Moments of one byte in plain torch: torch's own optimizer, whose moments are rounded after each
-step to what a byte can say. In float64 and by powers of two, where Evener turns bits."""
+"""States in fewer bits in plain torch: torch's own optimizer, whose moments, and weights without an
+exact copy, are rounded after each step to what their bits can say. In float64 and by powers of two,
+where Evener turns bits. Random bits are Evener's: which they are is part of what is defined."""
 
 from __future__ import annotations
 
@@ -35,23 +36,53 @@ def rounded(x: torch.Tensor, random: torch.Tensor, exponents: int) -> torch.Tens
     return found.view(x.shape).to(x)
 
 
+def half(x: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
+    """`x` as bfloat16 has it: up or down by 16 bits of `random`, int64 [n]; half away from zero
+    without."""
+    flat = x.detach().reshape(-1).double()
+    step = torch.exp2((torch.frexp(flat)[1] - 8).clamp(min=-133).double())
+    drawn = 0.5 if random is None else (random & 0xFFFF) / 65536
+    found = (flat.abs() / step + drawn).floor() * step * flat.sign()
+    return found.view(x.shape).to(x)
+
+
+def mixed(random: torch.Tensor) -> torch.Tensor:
+    """Random bits, mixed once more: those of a weight without an exact copy, int64 [n]."""
+    x = random ^ random >> 16
+    x = x * 0x7FEB352D & 0xFFFFFFFF
+    x = x ^ x >> 15
+    x = x * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
 def coarse(
-    optimizer: torch.optim.Optimizer, model: nn.Module, engine: Callable[[], zero.Engine]
+    optimizer: torch.optim.Optimizer,
+    trained: dict[str, nn.Parameter],
+    engine: Callable[[], zero.Engine],
+    *,
+    moments: str = "int8",
+    master: bool = True,
 ) -> None:
-    """Let `optimizer` of the plain `model` keep moments of one byte, rounded as `engine` does."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    """Let `optimizer` of the plain parameters in `trained` keep moments of one byte (or "bf16", or
+    "fp32"), rounded as `engine` does; and without a `master` copy weights of two bytes."""
+    names = {parameter: name for name, parameter in trained.items()}
 
     def after(_optimizer: Any, *_: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter)
-                if parameter.grad is None or not state or parameter.numel() < units.LEAST:
+                if parameter.grad is None or not state:
                     continue
                 state["count"] = state.get("count", 0) + 1
-                random = noise(engine(), names[parameter], state["count"])
+                random = noise(engine(), names[parameter], state["count"]).to(parameter.device)
                 for shift, name in enumerate(n for n in EXPONENTS if n in state):
                     bits = random >> 16 * shift
-                    state[name].copy_(rounded(state[name], bits, EXPONENTS[name]))
+                    if moments == "int8" and parameter.numel() >= units.LEAST:
+                        state[name].copy_(rounded(state[name], bits, EXPONENTS[name]))
+                    elif moments == "bf16":
+                        state[name].copy_(half(state[name], bits))
+                if not master:
+                    parameter.data.copy_(half(parameter.data, mixed(random)))
 
     optimizer.register_step_post_hook(after)
 
@@ -75,12 +106,21 @@ def noise(engine: zero.Engine, name: str, step: int) -> torch.Tensor:
     raise KeyError(name)
 
 
-def close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], **given: Any) -> None:
-    """As `assert_close`, but one element in 50 may be a code apart: sums that were rounded
+FAR = {"rtol": 0.25, "atol": 0.02}
+"""What a code of one byte, and what follows from it, may be apart."""
+
+
+def close(
+    mine: dict[str, torch.Tensor],
+    theirs: dict[str, torch.Tensor],
+    far: dict[str, float] = FAR,
+    **given: Any,
+) -> None:
+    """As `assert_close`, but one element in 50 may be a code apart (`far`): sums that were rounded
     otherwise let a number fall on the other side."""
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():
-        far = ~torch.isclose(mine[name], value, **given)
-        if far.sum() > max(1, value.numel() // 50):
+        apart = ~torch.isclose(mine[name], value, **given)
+        if apart.sum() > max(1, value.numel() // 50):
             torch.testing.assert_close(mine[name], value, **given)
-        torch.testing.assert_close(mine[name], value, rtol=0.25, atol=0.02, equal_nan=True)
+        torch.testing.assert_close(mine[name], value, **far, equal_nan=True)

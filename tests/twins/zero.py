@@ -13,7 +13,7 @@ import contextlib
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -151,31 +151,43 @@ def _scheduled(kind: str, optimizer: torch.optim.Optimizer) -> Any:
     return rates.StepLR(optimizer, 3, 0.5)
 
 
-def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(kind: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     if kind == "SGD":
-        return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        return torch.optim.SGD(parameters, 0.05, momentum=0.9)
     # A large epsilon: a gradient that is zero but for rounding moves nothing.
-    return torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    return torch.optim.AdamW(parameters, 1e-2, eps=1e-3)
 
 
 class Pair:
-    """Evener's model and torch's."""
+    """Evener's model and torch's. `near`: how close losses, outputs and gradients are."""
+
+    near = CLOSE
 
     def __init__(self, program: dict[str, Any], folder: str) -> None:
         self.program, self.folder = program, folder
         self.saved: Any = None
         torch.manual_seed(program["seed"])
         model = self._net()
-        self.plain = copy.deepcopy(model).to(PLACE)
-        self.plain_optimizer = _optimizer(program["optimizer"], self.plain)
-        self.plain_scheduler = self._schedule(self.plain_optimizer)
+        self._copy(model)
+        self._plain_optimizer()
         self.frozen: set[int] = set()
         self._start(model)
-        self._coarse()
 
-    def _coarse(self) -> None:
+    def _copy(self, model: Net) -> None:
+        """The plain model of the same weights."""
+        self.plain = copy.deepcopy(model).to(PLACE)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """What the plain optimizer steps, in the order of the model's parameters."""
+        return dict(self.plain.named_parameters())
+
+    def _plain_optimizer(self) -> None:
+        """A new one; with its states rounded as the program has it."""
+        trained = self._trained()
+        self.plain_optimizer = _optimizer(self.program["optimizer"], trained.values())
+        self.plain_scheduler = self._schedule(self.plain_optimizer)
         if self.bytes:
-            _moments.coarse(self.plain_optimizer, self.plain, lambda: self.engine)
+            _moments.coarse(self.plain_optimizer, trained, lambda: self.engine)
 
     @property
     def bytes(self) -> bool:
@@ -191,31 +203,36 @@ class Pair:
 
     def _start(self, model: Net) -> None:
         program = self.program
-        optimizer = _optimizer(program["optimizer"], model)
+        optimizer = _optimizer(program["optimizer"], model.parameters())
         scheduler = self._schedule(optimizer)
         names = {f"layers.{n}/0" for n in range(program["resident"])}
         self.engine, self.optimizer, _, self.scheduler = zero.initialize(
             model=model,
             optimizer=optimizer,
             lr_scheduler=scheduler,
-            config={
-                "gradient_accumulation_steps": program["accumulate"],
-                "gradient_clipping": program["clip"],
-                "zero_optimization": {"stage3_param_persistence_threshold": 0},
-                "evener": {
-                    "device": DEVICE or program.get("device", "cpu"),
-                    "loss": "fused",
-                    "checkpointing": program["recompute"],
-                    "moments": program.get("moments", "fp32"),
-                },
-            },
+            config=self._config(),
             resident=names,
             machine=MACHINE,
+            streaming=program.get("streaming", False),
         )
         self.engine.threads = 1
         self.model = model
         for number, layer in enumerate(self.model.layers):
             layer.requires_grad_(number not in self.frozen)
+
+    def _config(self) -> dict[str, Any]:
+        program = self.program
+        return {
+            "gradient_accumulation_steps": program["accumulate"],
+            "gradient_clipping": program["clip"],
+            "zero_optimization": {"stage3_param_persistence_threshold": 0},
+            "evener": {
+                "device": DEVICE or program.get("device", "cpu"),
+                "loss": "fused",
+                "checkpointing": program["recompute"],
+                "moments": program.get("moments", "fp32"),
+            },
+        }
 
     def compare(self) -> None:
         mine, theirs = (
@@ -226,16 +243,19 @@ class Pair:
             torch.testing.assert_close(mine, theirs, **CLOSE)
             return
         _moments.close(mine, theirs, **CLOSE)
+        self.compare_moments(rtol=3e-3, atol=1e-5)
+
+    def compare_moments(self, **bound: float) -> None:
         kept = [
             {
-                f"{number}.{name}": value.cpu()
+                f"{number}.{name}": value.float().cpu()
                 for number, state in optimizer.state_dict()["state"].items()
                 for name, value in state.items()
                 if name in _moments.EXPONENTS and value is not None
             }
             for optimizer in (self.optimizer, self.plain_optimizer)
         ]
-        _moments.close(*kept, rtol=3e-3, atol=1e-5)
+        _moments.close(*kept, **bound)
 
     def data(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         made = torch.Generator().manual_seed(seed)
@@ -244,7 +264,7 @@ class Pair:
 
     def both(self, call: Callable[[Any, Net], torch.Tensor]) -> list[torch.Tensor]:
         found = [call(self.engine, self.model), call(self.plain, self.plain)]
-        torch.testing.assert_close(found[0].detach(), found[1].detach(), **CLOSE)
+        torch.testing.assert_close(found[0].detach(), found[1].detach(), **self.near)
         return found
 
     def train(self, call: Callable[[Any, Net], torch.Tensor]) -> None:
@@ -296,11 +316,11 @@ class Pair:
     def do_attack(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """A gradient of the inputs, which leaves the weights' alone."""
         found: list[torch.Tensor] = []
-        given = functional.one_hot(x, WIDTH * 3)[..., :WIDTH].float()
+        given = functional.one_hot(x, WIDTH * 3)[..., :WIDTH].to(self.plain.scale.dtype)
         for net in (self.engine, self.plain):
             inputs = given.clone().requires_grad_()
             found += torch.autograd.grad(_ce(net(inputs), y), inputs)
-        torch.testing.assert_close(*found, **CLOSE)
+        torch.testing.assert_close(*found, **self.near)
 
     def do_state(self, *_: Any) -> None:
         self.compare()
@@ -370,13 +390,21 @@ class Pair:
 
     def do_save(self, *_: Any) -> None:
         zero.save_checkpoint(self.engine, self.folder)
-        self.saved = copy.deepcopy(
-            (
-                self.plain.state_dict(),
-                self.plain_optimizer.state_dict(),
-                self.plain_scheduler and self.plain_scheduler.state_dict(),
-            )
+        self.saved = copy.deepcopy(self._kept())
+
+    def _kept(self) -> Any:
+        return (
+            self.plain.state_dict(),
+            self.plain_optimizer.state_dict(),
+            self.plain_scheduler and self.plain_scheduler.state_dict(),
         )
+
+    def _back(self, saved: Any) -> None:
+        model, optimizer, scheduler = saved
+        self.plain.load_state_dict(model)
+        self.plain_optimizer.load_state_dict(optimizer)
+        if self.plain_scheduler is not None:
+            self.plain_scheduler.load_state_dict(scheduler)
 
     def do_load(self, _x: torch.Tensor, _y: torch.Tensor, elsewhere: bool) -> None:
         """Back to the last checkpoint, here or in an engine of a model that was drawn anew."""
@@ -386,11 +414,7 @@ class Pair:
             self.engine.close()
             self._start(self._net())
         zero.load_checkpoint(self.engine, self.folder)
-        model, optimizer, scheduler = copy.deepcopy(self.saved)
-        self.plain.load_state_dict(model)
-        self.plain_optimizer.load_state_dict(optimizer)
-        if self.plain_scheduler is not None:
-            self.plain_scheduler.load_state_dict(scheduler)
+        self._back(copy.deepcopy(self.saved))
 
     def do_resume(self, x: torch.Tensor, y: torch.Tensor, elsewhere: bool) -> None:
         """Save, go on, and go back."""
@@ -404,9 +428,7 @@ class Pair:
         """The weights back in a plain model, and under an engine again: moments go on from none."""
         zero.give_back(self.engine)
         model = self.model
-        self.plain_optimizer = _optimizer(self.program["optimizer"], self.plain)
-        self.plain_scheduler = self._schedule(self.plain_optimizer)
-        self._coarse()
+        self._plain_optimizer()
         self.saved = None
         model.requires_grad_(True)  # what is frozen now could not be trained later
         self._start(model)

@@ -67,11 +67,12 @@ class Pair:
         self.saved: Any = None
         torch.manual_seed(program["seed"])
         self.plain = self._net()
-        self.plain_optimizer = one._optimizer(program["optimizer"], self.plain)
+        self.plain_optimizer = one._optimizer(program["optimizer"], self.plain.parameters())
         self._start(copy.deepcopy(self.plain))
         self.bytes = program.get("moments") == "int8"
         if self.bytes:
-            _moments.coarse(self.plain_optimizer, self.plain, lambda: self.engine)
+            trained = dict(self.plain.named_parameters())
+            _moments.coarse(self.plain_optimizer, trained, lambda: self.engine)
 
     def _net(self) -> Net:
         given = self.program
@@ -81,7 +82,7 @@ class Pair:
         program = self.program
         self.engine, self.optimizer, *_ = zero.initialize(
             model=model,
-            optimizer=one._optimizer(program["optimizer"], model),
+            optimizer=one._optimizer(program["optimizer"], model.parameters()),
             config={
                 "gradient_accumulation_steps": program["accumulate"],
                 "gradient_clipping": program["clip"],
