@@ -5,9 +5,9 @@
 A Llama-shaped model (2.69B parameters: 32 layers, width 2560), 8 x 1024 tokens a GPU, blocks
 recomputed, clipping at 1.0. Rows that start with "largest" train one sequence of
 1024 tokens in 24 GB of GPU and 110 GB of host memory; those with "whole" train 8 sequences in 76
-and 110 GB. Each row runs in processes of its own (a peer
-that runs out of memory takes nobody with it), one after the other; `--gpus` starts each under
-torchrun.
+and 110 GB; those with "long" train one long sequence of 8.0B parameters there. Each row runs in
+processes of its own (a peer that runs out of memory takes nobody with it), one after the other;
+`--gpus` starts each under torchrun.
 
 Reported: seconds a step from idle to idle over all steps, tokens/s, peak GPU memory of the process
 (allocated, reserved, and the driver's figure for the whole GPU), peak host memory (all of them the
@@ -53,7 +53,13 @@ LAYERS, WIDTH, BATCH, STEPS = 32, 2560, 8, 8
 
 
 def evener(
-    layers: int, width: int, batch: int, steps: int, lr: float = HYPER["lr"], **own: Any
+    layers: int,
+    width: int,
+    batch: int,
+    steps: int,
+    lr: float = HYPER["lr"],
+    length: int = 1024,
+    **own: Any,
 ) -> dict[str, Any]:
     """The engine; `own`: keys of its section of the configuration."""
     config = {
@@ -73,12 +79,12 @@ def evener(
     engine, *_ = zero.initialize(
         model=on_meta(layers, width),
         config=config,
-        batch=(batch, 1024),
+        batch=(batch, length),
         machine=found.machine,
         weights=value_of,
     )
     ready = time.perf_counter()
-    tokens = batch_of(batch)
+    tokens = batch_of(batch, length)
 
     def step() -> torch.Tensor:
         loss = loss_of(engine, tokens)
@@ -136,6 +142,19 @@ def _whole(layers: int, **own: Any) -> Callable[..., dict[str, Any]]:
     return lambda *_: evener(layers, 6144, BATCH, 3, lr=1e-6, **own)
 
 
+def _long(length: int, tiles: bool) -> Callable[..., dict[str, Any]]:
+    """One sequence on the whole of a H100; 38 layers of width 4096 are 8.0B parameters."""
+    own = {
+        "budget": {"gpu": 76 * GB, "host": 110 * GB},
+        "checkpointing": "auto",
+        "loss": "fused",
+        "moments": "int8",
+        "master": False,
+        "tiles": tiles,
+    }
+    return lambda *_: evener(38, 4096, 1, 2, lr=1e-6, length=length, **own)
+
+
 SMALL = {"gpu": 8 * GB}
 ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "evener, all offloaded, 8 GB": _evener(budget=SMALL),
@@ -150,6 +169,11 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "whole, 18.5B, int8 moments": _whole(40, moments="int8"),
     "whole, 18.5B, int8 moments, no copy": _whole(40, moments="int8", master=False),
     "whole, 25.8B, int8 moments, no copy": _whole(56, moments="int8", master=False),
+    "long, 32k, whole": _long(1 << 15, tiles=False),
+    "long, 32k, tiles": _long(1 << 15, tiles=True),
+    "long, 64k, tiles": _long(1 << 16, tiles=True),
+    "long, 128k, tiles": _long(1 << 17, tiles=True),
+    "long, 256k, tiles": _long(1 << 18, tiles=True),
     "FSDP2 CPU offload": peer(peers.fsdp, prefetch=False),
     "DeepSpeed ZeRO-3 offload": peer(peers.deepspeed),
     "largest of DeepSpeed, pinned": lambda *_: peer(peers.deepspeed)(26, 3840, 1, 2),

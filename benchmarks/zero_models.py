@@ -24,6 +24,20 @@ VOCABULARY = 32000
 HYPER: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 
 
+class Mlp(nn.Module):
+    """The gated layers of a block."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return out
+
+
 class Block(nn.Module):
     """A pre-norm Llama block (no rotary embedding: it changes neither memory nor time much)."""
 
@@ -34,9 +48,7 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.norm2 = nn.RMSNorm(width)
-        self.gate = nn.Linear(width, inner, bias=False)
-        self.up = nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
+        self.mlp = Mlp(width, inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
@@ -44,8 +56,7 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(a.transpose(1, 2).reshape(rows, length, width))
-        h = self.norm2(x)
-        out: torch.Tensor = x + self.down(functional.silu(self.gate(h)) * self.up(h))
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
         return out
 
 

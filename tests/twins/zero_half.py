@@ -59,7 +59,7 @@ class Pair(one.Pair):
 
     @torch.no_grad()
     def _show(self) -> None:
-        """The plain model computes with the upper half, or with all that there is."""
+        """The plain model computes with the upper half, or with the whole weight."""
         for name, parameter in self.plain.named_parameters():
             parameter.copy_(_moments.half(self.exact[name]) if self.master else self.exact[name])
 

@@ -54,7 +54,7 @@ class _Module(torch.nn.Module):
 
 
 def _model(blocks: int, each: int, saved: int) -> tuple[list[Unit], Profile]:
-    """Blocks of `each` parameters that save so many bytes, and what a trace would say of them."""
+    """Blocks of `each` parameters that save `saved` bytes, and what a trace would say of them."""
     units = [Unit("(stays)", None, [])]
     for n in range(blocks):
         module = _Module(each)

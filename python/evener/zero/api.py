@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,19 @@ from evener.zero.form import Form
 from evener.zero.host import HostMemory
 from evener.zero.inputs import Call, call_of, guess
 from evener.zero.nearest import nearest
-from evener.zero.planner import Machine, Plan
-from evener.zero.planning import NoFitError, cut_and_trace, formats_of, plan_units
+from evener.zero.planner import Fit, Machine, Plan
+from evener.zero.planning import NoFitError, Ways, cut_and_trace, formats_of, plan_units
 from evener.zero.pretrained import given_with, source_for
 from evener.zero.probe import STEP, probe
 from evener.zero.profile import Profile
 from evener.zero.ranks import Layout, Ranks, crossing, join, layout, meet, world_size
 from evener.zero.rehearsal import rehearse
 from evener.zero.scaler import LossScaler
+from evener.zero.sequence import Tiles
 from evener.zero.spans import Spans
 from evener.zero.store import Source, build, group_numbers
 from evener.zero.transformers import fill_buffers, without_cache
-from evener.zero.units import Unit, cut
+from evener.zero.units import Unit, blocks, cut
 from evener.zero.untouched import random_kept
 from evener.zero.values import show
 from evener.zero.vocabulary import Head
@@ -110,18 +112,12 @@ def plans(
     tokens = _tokens(settings, batch)
     profile = None
     if isinstance(model, nn.Module):
-        head = _head(model, settings)
-        restore = without_cache(model)
         tell("a step of the model runs without memory")
-        try:
+        with _ready(model, settings) as head:
             call = _call(model, settings, batch, example)
             units, profile = cut_and_trace(model, {}, settings, device, call, head, measured.cores)
             profile = _rehearsed(profile, units, settings, device, measured, head)
             measured = _loaded(measured, profile)
-        finally:
-            restore()
-            if head is not None:
-                head.close()
     else:
         units = cut(module, small=settings.small, bytes=settings.moments == torch.int8)
     limit = _budget(settings, device, ranks)
@@ -137,9 +133,33 @@ def plans(
         if not made.fits and not found:
             tell("it does not fit; looking for what would")
             others = nearest(units, mine, measured, limit, tokens, ranks, profile, nodes)
+            if isinstance(model, nn.Module) and profile is not None and not settings.tiles:
+                tell("it does not fit; a step of the model runs in tiles")
+                tiled = replace(mine, tiles=True)
+                with _ready(model, tiled) as head:
+                    again = cut_and_trace(model, {}, tiled, device, call, head, measured.cores)
+                ways_then = Ways.of(again[0], tiled, measured, tokens, ranks, again[1], nodes)
+                if then := ways_then.best(limit):
+                    words = "evener.tiles = true", "the sequence in tiles (--tiles)"
+                    speed = then.step_seconds, then.tokens_per_second
+                    others = [Fit(*words, *speed), *others]
             made = replace(made, nearest=others)
         found.append(made)
     return found
+
+
+@contextlib.contextmanager
+def _ready(model: nn.Module, config: Config) -> Iterator[Head | None]:
+    """The model as the engine has it, for a trace: without a cache, in tiles where that is asked
+    for, and with the head whose logits are lazy."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(without_cache(model))
+        if config.tiles:
+            stack.callback(Tiles(blocks(model)).close)
+        head = _head(model, config)
+        if head is not None:
+            stack.callback(head.close)
+        yield head
 
 
 def _rehearsed(
@@ -426,17 +446,27 @@ def initialize(
                 "give it to model_parameters, or set requires_grad=False",
             )
     numbers = group_numbers([group["params"] for group in groups])
-    undo = without_cache(model)
+    stack = contextlib.ExitStack()
+    stack.callback(without_cache(model))
     head = _head(model, settings)
     try:
+        if settings.tiles:
+            tiles = Tiles(blocks(model))
+            stack.callback(tiles.close)
+            if not tiles.parts:
+                logger.warning(
+                    "evener.tiles = true: no block of %s has a part that does the same to each "
+                    "token, and sequences run as they are",
+                    type(model).__name__,
+                )
         engine = _engine(
             model, settings, device, numbers, machine, weights, resident, away, streaming, batch,
-            example, head, undo,
+            example, head, stack.close,
         )  # fmt: skip
     except BaseException:
         if head is not None:
             head.close()
-        undo()
+        stack.close()
         device.unlimit()
         raise
     show(model, engine)

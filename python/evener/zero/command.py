@@ -137,6 +137,7 @@ def run_plan(
     master: bool,
     checkpointing: str,
     loss: str,
+    tiles: bool,
     chunks: bool,
     as_json: bool,
 ) -> None:
@@ -153,6 +154,7 @@ def run_plan(
         accumulation=accumulation,
         checkpointing={"none": False, "recompute": True}.get(checkpointing, checkpointing),
         loss=loss,
+        tiles=tiles,
         crossing=Form(crossing).name,
     )
     limits: dict[str, str | int] = {

@@ -36,7 +36,8 @@ class Config:
     True (blocks are recomputed), "offload" (and their inputs wait on the host), or "auto": what the
     plan finds fastest. loss: "auto" (the last layer of a model of transformers and its loss in
     parts of the vocabulary), "fused" (of any model), "chunked" (the loss is `zero.cross_entropy`),
-    or "plain". balance: whether the optimizer's states stream through the accelerator beside the
+    or "plain". tiles: what a block does to each token by itself runs in parts of the sequence
+    (`sequence`). balance: whether the optimizer's states stream through the accelerator beside the
     cores; "auto": where the probe shows a gain. stale_updates: a pass does not wait for the
     optimizer. compile: each block by torch.compile (a string: by this backend). nodes: "replicate"
     (each node has a copy of the states), "shard", or "auto": what the plan finds faster of those
@@ -64,6 +65,7 @@ class Config:
     offload: bool = True
     checkpointing: bool | str = False
     loss: str = "auto"
+    tiles: bool = False
     balance: bool | str = "auto"
     stale_updates: bool = False
     compile: bool | str = False
@@ -144,7 +146,7 @@ _PASSED_OVER_FP16 = {"auto_cast", "consecutive_hysteresis"}
 _PASSED_OVER_BF16 = {"immediate_grad_update", "check_grad_overflow"}
 _EVENER = {
     "budget", "moments", "master", "depth", "device", "checkpointing", "loss", "balance",
-    "stale_updates", "compile", "nodes", "crossing", "rehearse",
+    "stale_updates", "compile", "nodes", "crossing", "rehearse", "tiles",
 }  # fmt: skip
 
 
@@ -272,6 +274,7 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
         raise ConfigError(
             f"evener.compile = {config.compile!r} is not known", "give true, false or a backend"
         )
+    config.tiles = bool(_choice(own, "tiles", (False, True), False))
     config.loss = str(_choice(own, "loss", ("auto", "plain", "chunked", "fused"), "auto"))
     if "activation_checkpointing" in source:
         section = _section(source, "activation_checkpointing")

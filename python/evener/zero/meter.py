@@ -8,6 +8,7 @@ not seen: `inside` knows it for those where it matters.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -152,6 +153,15 @@ class Meter(TorchDispatchMode):
         if self.work is not None and (made or func._schema.is_mutable):
             self._count(func, args, kwargs, out)
         return out
+
+    @contextlib.contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """The work of what runs inside counts this many `times`."""
+        before = Counter(self.work)
+        yield
+        if self.work is not None:
+            for key, count in (self.work - before).items():
+                self.work[key] += (times - 1) * count
 
     def _book(self, tensor: torch.Tensor, given: set[int]) -> bool:
         storage = tensor.untyped_storage()

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evener.zero.meter import Ledger, Meter
 from evener.zero.profile import Rehearsed, Work
+from evener.zero.sequence import Part
 from evener.zero.units import Unit
 
 logger = logging.getLogger("evener.zero")
@@ -125,7 +126,9 @@ def _copied(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.M
 
     def copy(old: nn.Module) -> nn.Module:
         brought = vars(old).get("forward")
-        if brought is not None and getattr(brought, "__func__", None) is not type(old).forward:
+        part: Part | None = getattr(brought, "part", None)
+        bound = getattr(brought, "__func__", None) is type(old).forward
+        if brought is not None and part is None and not bound:
             raise TypeError("its forward pass is an attribute of the instance")
         made = type(old).__new__(type(old))
         for name, value in vars(old).items():
@@ -145,6 +148,8 @@ def _copied(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.M
         vars(made)["_modules"] = {
             name: None if m is None else copy(m) for name, m in old._modules.items()
         }
+        if part is not None:
+            Part(made, part.width).begin()
         return made
 
     return copy(module)

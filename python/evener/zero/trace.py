@@ -36,6 +36,7 @@ from evener.zero.passes import Passes
 from evener.zero.pool import holes
 from evener.zero.profile import Moment, Profile, Work
 from evener.zero.rehearsal import specs
+from evener.zero.sequence import counted
 from evener.zero.spans import Spans
 from evener.zero.transformers import as_real
 from evener.zero.units import Group, Piece, Unit
@@ -332,7 +333,15 @@ def _run(
             tracing=True,
         )
         try:
-            with mode, torch.enable_grad(), meter, answers, Readers(answers), as_real():
+            with (
+                counted(meter.repeated),
+                mode,
+                torch.enable_grad(),
+                meter,
+                answers,
+                Readers(answers),
+                as_real(),
+            ):
                 inputs, named = tree_map(fake, (list(args), dict(kwargs)))
                 recorder.moment("other")
                 out = model(*inputs, **named)

@@ -97,6 +97,11 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:
     return found
 
 
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that are repeated."""
+    return [module for _, module, repeated in _modules(model) if repeated]
+
+
 def cut(
     model: nn.Module,
     groups: Mapping[nn.Parameter, int] | None = None,

@@ -92,6 +92,11 @@ _DEFAULT = click.core.ParameterSource.DEFAULT
     type=click.Choice(["auto", "plain", "chunked", "fused"]),
     help="As evener.loss of the configuration.",
 )
+@click.option(
+    "--tiles",
+    is_flag=True,
+    help="MLPs and norms run in parts of the sequence: as evener.tiles of the configuration.",
+)
 @click.option("--chunks", is_flag=True, help="List every chunk.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 @click.pass_context

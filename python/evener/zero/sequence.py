@@ -1,0 +1,226 @@
+"""Parts of a block that do the same to each token run in tiles along the sequence, so that what
+they keep and take does not grow with it (TiledMLP of ALST, arXiv 2506.13996, has this for MLPs).
+
+A forward pass goes through the tiles without a graph, and keeps its input alone. The backward pass
+takes each tile forward once more, and back. The gradients of weights are summed over tiles in
+float32 and rounded once, and reach autograd when the last tile is done: what listens for a
+gradient, as the engine does, hears each once. Which parts these are: `tokenwise`.
+
+The size of a tile follows from the width alone, so neither the budget nor the batch changes bits.
+Products of fewer rows may be rounded otherwise than those of all: results are equal to those of
+the whole to rounding.
+
+The input is kept by a node of its own, before the tiles run. So where the block is recomputed,
+recomputation ends there if nothing behind it is needed, and tiles run twice per step, as the
+plain block does, and not three times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from evener.zero import tokenwise
+
+ROWS = 1024
+"""Tokens of a tile at least; a wide part has as many as it is wide, which keeps a GPU busy."""
+
+Repeated = Callable[[int], contextlib.AbstractContextManager[None]]
+
+
+_counting: list[Repeated] = []
+
+
+@contextlib.contextmanager
+def counted(repeated: Repeated) -> Iterator[None]:
+    """Inside, a step is traced: of equal tiles one runs for all, in `repeated(how many)`."""
+    _counting.append(repeated)
+    try:
+        yield
+    finally:
+        _counting.pop()
+
+
+class Tiles:
+    """Runs the token-wise parts of a model's `blocks` in tiles until `close`."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self.parts: list[Part] = []
+        known: dict[Any, int] = {}
+        for block in blocks:
+            self._find(block, known)
+        for part in self.parts:
+            part.begin()
+
+    def _find(self, module: nn.Module, known: dict[Any, int]) -> None:
+        """The outermost parts."""
+        shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+        if not shapes:
+            return
+        key = str(module), shapes, type(module)
+        if key not in known:
+            known[key] = tokenwise.width_of(module)
+        # What looks alike is looked at once; what it holds beside may differ.
+        if known[key] and tokenwise.width_of(module):
+            self.parts.append(Part(module, known[key]))
+            return
+        for child in module.children():
+            self._find(child, known)
+
+    def close(self) -> None:
+        """The parts' own forward passes again."""
+        for part in self.parts:
+            part.end()
+
+
+class Part:
+    """One module that runs in tiles of `rows` tokens of `width`."""
+
+    def __init__(self, module: nn.Module, width: int) -> None:
+        self.module, self.width = module, width
+        self.rows = max(ROWS, width)
+        self._instance = "forward" in vars(module)
+        self._before = module.forward
+        self.inner: Callable[[torch.Tensor], torch.Tensor] = module.forward
+
+    def begin(self) -> None:
+        """Stand in for the module's forward."""
+        inner = self.inner
+
+        @functools.wraps(inner)
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            whole = len(args) != 1 or bool(kwargs) or not self._able(args[0])
+            return inner(*args, **kwargs) if whole else self._run(args[0])
+
+        forward.part = self  # type: ignore[attr-defined]
+        self.module.forward = forward
+
+    def end(self) -> None:
+        """The module's own forward again."""
+        self.module.forward = self._before
+        if not self._instance:
+            del self.module.forward
+
+    def _able(self, x: Any) -> bool:
+        return (
+            isinstance(x, torch.Tensor)
+            and x.dim() == 3
+            and x.shape[-1] == self.width
+            and x.shape[0] * x.shape[1] > self.rows
+            and not tokenwise.hooked(self.module)
+        )
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        weights = [p for p in self.module.parameters() if p.requires_grad]
+        if not torch.is_grad_enabled() or not (x.requires_grad or weights):
+            return self.forward(x)
+        held: torch.Tensor = _Held.apply(x) if x.requires_grad else x
+        found: torch.Tensor = _Tiled.apply(self, held, *weights)
+        return found
+
+    def spans(self, x: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """The tiles of `x`: from, to. In a trace, one stands for all that are equal."""
+        count = x.shape[0] * x.shape[1]
+        full = count // self.rows
+        for number in range(full):
+            at = number * self.rows, (number + 1) * self.rows
+            if number == 1 and _counting and isinstance(x, FakeTensor):
+                with _counting[-1](full - 1):
+                    yield at
+                break
+            yield at
+        if count % self.rows:
+            yield full * self.rows, count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All tiles, without a graph. `x`: [batch, tokens, width]."""
+        flat = x.reshape(1, -1, self.width)
+        out: torch.Tensor | None = None
+        with torch.no_grad():
+            for begin, end in self.spans(x):
+                tile = self.inner(flat[:, begin:end])
+                if out is None:
+                    out = tile.new_empty(1, flat.shape[1], tile.shape[-1])
+                out[:, begin:end] = tile
+        assert out is not None
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def backward(
+        self,
+        x: torch.Tensor,
+        gradient: torch.Tensor,
+        wanted: list[torch.Tensor],
+        into: bool,
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """Gradients of `x` (if `into`) and of the weights in `wanted`."""
+        flat, given = x.reshape(1, -1, self.width), gradient.reshape(1, -1, gradient.shape[-1])
+        found = torch.empty_like(flat) if into else None
+        sums: list[torch.Tensor | None] = [None] * len(wanted)
+        for begin, end in self.spans(x):
+            tile = flat[:, begin:end].detach().requires_grad_(into)
+            with torch.enable_grad():
+                out = self.inner(tile)
+            inputs = [tile, *wanted] if into else wanted
+            each = deque(torch.autograd.grad(out, inputs, given[:, begin:end], allow_unused=True))
+            del out
+            if found is not None:
+                part = each.popleft()
+                found[:, begin:end] = 0 if part is None else part
+            for number in range(len(wanted)):
+                part, before = each.popleft(), sums[number]
+                if part is not None and before is None:
+                    sums[number] = part.to(torch.promote_types(part.dtype, torch.float32))
+                elif part is not None and before is not None:
+                    before.add_(part)
+                del part, before
+        for number, weight in enumerate(wanted):
+            total = sums[number]
+            sums[number] = None if total is None else total.to(weight.dtype)
+            del total
+        return None if found is None else found.view(x.shape), sums
+
+
+class _Held(torch.autograd.Function):
+    """Keeps the input, and changes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Part, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.part, ctx.held = part, x.grad_fn
+        if ctx.held is None:
+            ctx.save_for_backward(x)
+        ctx.weights = weights
+        kind = x.device.type
+        ctx.casting = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), kind
+        return part.forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (x,) = (ctx.held or ctx).saved_tensors
+        on, dtype, kind = ctx.casting
+        needed = ctx.needs_input_grad[2:]
+        wanted = [w for w, need in zip(ctx.weights, needed, strict=True) if need]
+        with torch.autocast(kind, dtype=dtype, enabled=on):
+            into, found = ctx.part.backward(x, gradient, wanted, ctx.needs_input_grad[1])
+        given = iter(found)
+        return None, into, *(next(given) if need else None for need in needed)
