@@ -75,7 +75,7 @@ def cell(package: str, version: str, python: str) -> Path | str:
     folder = CELLS / f"{package}-{version}-py{python}"
     if not (folder / "made").exists():
         print(f"making {folder.relative_to(ROOT)}", flush=True)
-        subprocess.run([found, "-m", "venv", "--clear", str(folder)], check=True)
+        subprocess.run([found, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
         # The pins of development are for another Python and torch.
         env = {name: value for name, value in os.environ.items() if name != "UV_CONSTRAINT"}
         words = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin/python")]
@@ -121,7 +121,7 @@ def versions(python: Path) -> dict[str, str]:
     code = (
         "import importlib.metadata as m, json, sys; names = 'torch triton nvidia-nccl-cu12"
         " nvidia-nccl-cu13 tensorflow-cpu keras numpy'.split()\n"
-        "found = {d.metadata['Name']: d.version for d in m.distributions()}\n"
+        "found = {d.metadata['Name'].replace('_', '-'): d.version for d in m.distributions()}\n"
         "print(json.dumps({'python': sys.version.split()[0]} | {n: found[n] for n in names"
         " if n in found}))"
     )
@@ -160,9 +160,13 @@ def table(record: dict[str, Any]) -> str:
                  if "wrong" in t or "status" in t]  # fmt: skip
         rows.append(
             f"| {', '.join(named)} | {python} | {counts['passed']} | {counts['skipped']} | "
-            f"{', '.join(cell['tests'])} | {'; '.join(wrong)} |\n"
+            f"{_groups(cell['tests'])} | {'; '.join(wrong)} |\n"
         )
     return "".join(rows)
+
+
+def _groups(tests: dict[str, Any]) -> str:
+    return "all" if set(tests) in (set(TESTS), set(TF_TESTS)) else ", ".join(tests)
 
 
 def _wrong(group: dict[str, Any]) -> str:

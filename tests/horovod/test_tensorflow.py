@@ -135,6 +135,7 @@ MIXED = "import evener.horovod.{} as hvd; hvd.init()"
 @pytest.mark.timeout(400)  # TensorFlow takes its time on a busy machine
 def test_frameworks_do_not_mix() -> None:
     """Either way round, since rank 0 holds the store in which they meet."""
+    pytest.importorskip("torch")
     for first, second in (("torch", "tensorflow"), ("tensorflow", "torch")):
         port = free_port()
         programs = [MIXED.format(first), MIXED.format(second)]
