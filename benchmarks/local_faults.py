@@ -119,6 +119,7 @@ def be_a_node(case: str, folder: Path) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     model: Any = accelerate(DistributedDataParallel(net), optimizer, every=16)
     rounds: list[tuple[float, int, int]] = []
+    last = model.evener.rounds  # until it has joined, a node has weights of its own
     while not (fault.exists() and time.time() > float(fault.read_text() or "inf") + NODES[case]):
         if rank == 1 and model.evener.rounds >= 5 and not fault.exists():
             fault.with_suffix(".new").write_text(str(time.time()), encoding="utf-8")
@@ -131,9 +132,10 @@ def be_a_node(case: str, folder: Path) -> None:
         loss.backward()
         optimizer.step()
         time.sleep(0.02)
-        if not rounds or model.evener.rounds != rounds[-1][1]:
+        if model.evener.rounds != last:
+            last = model.evener.rounds
             bits = hash(str([p.detach().flatten().tolist() for p in net.parameters()]))
-            rounds.append((time.time(), model.evener.rounds, bits))
+            rounds.append((time.time(), last, bits))
     harness.say(rank=rank, rounds=rounds)
 
 

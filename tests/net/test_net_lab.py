@@ -147,12 +147,14 @@ def test_with_no_path_for_too_long_both_ends_get_a_remote_error(engine: str) -> 
 
     def on_line(rank: int, node: str, stream: str, line: str) -> None:
         said[rank] += line + "\n"
+        # Both are connected and at it, however busy the machine is.
+        if "both begin" in line and all("both begin" in text for text in said.values()):
+            for path in ("path0", "path1"):
+                lab.fault(path, "blackhole")
 
     # The first that fails must not end the other: each has to come to its own error.
     alone = ["sh", "-c", "trap '' TERM; \"$@\" 2>&1; true", "sh", *command(job)]
     with Lab(Spec.parse("2x1@100mbit,paths=2,queue=20ms")) as lab:
-        # Late enough for both to have connected, on a busy machine too.
-        lab.schedule("4s:path0:blackhole", "4s:path1:blackhole")
         env = {"EVENER_NET_TIMEOUT": "1.5", ENGINE: engine, "EVENER_DRIVE_LOG": "1"}
         result = lab.launch(alone, env=env, timeout=25.0, on_line=on_line)
     assert result.ok, result

@@ -134,6 +134,7 @@ fn steady(
     };
     phase("trial done");
     control.meet()?;
+    phase("both begin");
     let before = cpu_seconds();
     let (seconds, stall, fairness) = measure(scenario, net, memory, size, messages as usize)?;
     let cpu = cpu_seconds() - before;

@@ -7,10 +7,8 @@ from typing import Any, Protocol
 
 
 class Loaded(Protocol):
-    """What keeps weights beside a model's own (`rounds.Rounds`, `hub.rounds.NodeRounds`), or
-
-    gradients (`shards.FormedReduceScatter`).
-    """
+    """What keeps something beside a model's weights: weights of its own (`rounds.Rounds`,
+    `hub.rounds.NodeRounds`) or gradients (`shards.FormedReduceScatter`)."""
 
     def will_load(self) -> None:
         """Other weights are about to be loaded into the model."""

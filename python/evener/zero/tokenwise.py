@@ -6,10 +6,9 @@ operation that it calls is looked at. Its input is `[batch, tokens, width]`; a t
 from it has rows, one per token. Operations may change each number by itself, the numbers of a row
 together (a norm, a softmax over the last dimension), or multiply rows by a weight. Whatever else
 touches a row, is random or writes to what the module did not make itself makes it one that is left
-alone. So does what
-depends on how many tokens there are: the module runs with several shapes, and must call the same
-operations with the same numbers. A mistake here would be a wrong result, so an operation that is
-not known counts as mixing.
+alone. So does what depends on how many tokens there are: the module runs with several shapes, and
+must call the same operations with the same numbers. A mistake here would be a wrong result, so an
+operation that is not known counts as mixing.
 """
 
 from __future__ import annotations
