@@ -273,7 +273,8 @@ def _pieces(bags, of, index, out, n, DIM: tl.constexpr, PART: tl.constexpr, BLOC
             tl.store(out + (part + row) * DIM + column, total, column < DIM)
             total = tl.zeros([BLOCK], tl.float32)
             row = mine
-        total += tl.load(bags + bag * DIM + column, (column < DIM) & (at < n), other=0.0)
+        width = tl.where(at < n, DIM, 0)
+        total += tl.load(bags + bag * DIM + column, column < width, other=0.0)
     tl.store(out + (part + row) * DIM + column, total, column < DIM)
 
 

@@ -36,6 +36,7 @@ from evener.tools.launch.hosts import Host
 
 _DIAL = 2.5  # seconds for one TCP connection
 _ANSWER = 6.0  # for a host's answer, where --start-timeout does not say otherwise
+_HERE = 30.0  # for this host's: no network can be at fault, it is only busy
 _PASSED = ("PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")  # what the answers depend on
 _LEAST_MB = 50  # of disk for what torchrun and the ranks write to /tmp
 
@@ -88,8 +89,8 @@ def look(
     """Ask `hosts`, of which `local` are this one, and try their connections.
 
     `address`, `port`: where rank 0 is to be met; port None: any. `needs_torch`: for torchrun, which
-    is a part of it. `patience`: seconds for a host's
-    answer. Raises HostError with everything that is wrong.
+    is a part of it. `patience`: seconds for a host's answer. Raises HostError with everything that
+    is wrong.
     """
     question = {
         "script": script(command),
@@ -99,8 +100,8 @@ def look(
         "port": port,
     }
     calls = [
-        _Call(host, host.name not in local, rsh, cwd, question, env, patience or _ANSWER)
-        for host in hosts
+        _Call(host, remote, rsh, cwd, question, env, patience or (_ANSWER if remote else _HERE))
+        for host, remote in ((host, host.name not in local) for host in hosts)
     ]
     if len(calls) == 1 and not calls[0].remote:
         calls[0].ask_here()
@@ -294,9 +295,15 @@ class _Call:
         """What the process said in vain."""
         assert self._process is not None
         if late:
+            if not self.remote:
+                return Finding(
+                    f"this host did not start {Path(sys.executable).name} within "
+                    f"{self._patience:g} s",
+                    "check what keeps it busy (top), or wait longer: --start-timeout 60",
+                )
             return Finding(
                 f"host {self.name} did not answer within {self._patience:g} s "
-                f"({shlex.join(self._rsh) if self.remote else 'this host'})",
+                f"({shlex.join(self._rsh)})",
                 f"check it by hand (ssh {self.name} true), or wait longer: --start-timeout 60",
             )
         try:
