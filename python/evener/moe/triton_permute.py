@@ -59,7 +59,8 @@ def _gather(x, source, out, width, stride, slots, BLOCK: tl.constexpr):
     entry = tl.load(source + row)
     token = (entry // slots).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + token * stride + at, (at < width) & (entry >= 0), other=0.0)
+    there = tl.where(entry >= 0, width, 0)
+    value = tl.load(x + token * stride + at, at < there, other=0.0)
     tl.store(out + row * width + at, value, at < width)
 
 
@@ -72,7 +73,8 @@ def _combine(
     total = tl.zeros([BLOCK], WIDE)
     for slot in tl.static_range(SLOTS):
         row = tl.load(rows + token * SLOTS + slot).to(tl.int64)
-        total += tl.load(y + row * stride + at, (at < width) & (row >= 0), other=0.0).to(WIDE)
+        there = tl.where(row >= 0, width, 0)
+        total += tl.load(y + row * stride + at, at < there, other=0.0).to(WIDE)
     tl.store(out + token * width + at, total.to(out.dtype.element_ty), at < width)
 
 
