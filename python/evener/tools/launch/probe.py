@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import shutil
 import socket
 import sys
@@ -33,10 +34,22 @@ _SCRATCH = "/tmp"
 
 
 def free_port() -> int:
-    """A TCP port of this host on which no process listens now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this host on which no process listens. It lies outside the range from which the
+    kernel takes ports for connections, so it is most likely free a moment later too."""
+    for port in random.sample(_quiet_ports(), 20):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("", port))
+            return port
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return int(one.getsockname()[1])
+
+
+def _quiet_ports() -> range:
+    low = 32768
+    with contextlib.suppress(OSError, ValueError):
+        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    return range(20000, low) if low > 21000 else range(61000, 65536)
 
 
 def dial(name: str, port: int, seconds: float) -> str:
@@ -63,7 +76,7 @@ def facts(question: dict[str, Any], listening: list[socket.socket]) -> dict[str,
     """What is here. The sockets that listen are added to `listening`."""
     script = question["script"]
     gpus = gpu_count()
-    port, error = _listen(question["port"] or 0, listening)
+    port, error = _listen(question["port"] or free_port(), listening)
     program = shutil.which(question["program"], path=question["path"])
     ours = program is not None and Path(program).parent == Path(sys.executable).parent
     return {
@@ -86,7 +99,7 @@ def facts(question: dict[str, Any], listening: list[socket.socket]) -> dict[str,
         "addresses": [address for _, address in interfaces.addresses()],
         "port": port,
         "port_error": error,
-        "open": _listen(0, listening)[0],
+        "open": _listen(free_port(), listening)[0],
     }
 
 
