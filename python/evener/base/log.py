@@ -40,11 +40,21 @@ class _Stderr(logging.Handler):
         who = "evener" if _rank is None else f"evener {_rank}"
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         try:
-            # One write a line: lines of several processes then do not run into each other.
-            sys.stderr.write(f"{who}: {level}{record.getMessage()}\n")
-            sys.stderr.flush()
+            _write(f"{who}: {level}{record.getMessage()}\n")
         except Exception:  # noqa: BLE001 - logging must not end a training job
             self.handleError(record)
+
+
+def _write(line: str) -> None:
+    """One write a line: lines of several processes then do not run into each other. A progress bar
+    of tqdm's that stands on the last line is drawn again below it."""
+    tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    if tqdm is None:
+        sys.stderr.write(line)
+    else:
+        # Without its lock: one that a dead process holds must not stop a rank.
+        tqdm.write(line, file=sys.stderr, end="", nolock=True)
+    sys.stderr.flush()
 
 
 def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
