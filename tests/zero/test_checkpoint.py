@@ -18,7 +18,7 @@ from torch import nn
 
 from evener import zero
 from evener.errors import UsageError
-from evener.zero import checkpoint
+from evener.zero import checkpoint, entries
 from tests.zero.models import Model, batches, loss_of
 from tests.zero.test_engine import configuration, start, weights
 
@@ -207,14 +207,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     """A slow writer: the next steps begin, wait chunk by chunk, and what is saved is the state of
     the moment when it was asked for."""
     read: list[str] = []
-    inner = checkpoint._Progress.reading
+    inner = entries.Progress.reading
 
     def slow(self: Any, chunk: Any) -> None:
         time.sleep(0.01)
         read.append(chunk.group.name)
         inner(self, chunk)
 
-    monkeypatch.setattr(checkpoint._Progress, "reading", slow)
+    monkeypatch.setattr(entries.Progress, "reading", slow)
     data = batches(8)
     torch.manual_seed(0)
     engine, *_ = zero.initialize(

@@ -13,6 +13,7 @@ from evener import zero
 from evener.base.optimizers import Run
 from evener.zero import checkpoint, states, units
 from evener.zero.checkpoint import CheckpointError
+from evener.zero.entries import held_by
 from evener.zero.rules import SGD
 from evener.zero.store import Formats
 from tests import worlds
@@ -33,7 +34,7 @@ def moments_of(engine: zero.Engine) -> dict[str, torch.Tensor]:
         f"{part.name}.{place}": part.chunk.read_moment(
             place, part.begin, part.begin + part.high - part.low
         ).float()
-        for part in checkpoint._held(engine)
+        for part in held_by(engine)
         for place in ("first", "second")
     }
 

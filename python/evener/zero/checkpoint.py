@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
 import logging
 import os
@@ -27,27 +26,13 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    ReadItem,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.state_dict_loader import load as read_all
 from torch.distributed.checkpoint.state_dict_saver import save as write_all
 
@@ -56,7 +41,8 @@ from evener.errors import EvenerError, UsageError
 from evener.zero import exits
 from evener.zero.chunk import Chunk
 from evener.zero.engine import Engine
-from evener.zero.states import BLOCK, SCALE, decode, stride
+from evener.zero.entries import Progress, Reader, convert, converted, entries, held_by, is_zero
+from evener.zero.states import SCALE
 from evener.zero.tensors import buffers
 
 VERSION = 1
@@ -66,194 +52,6 @@ logger = logging.getLogger("evener.zero")
 
 class CheckpointError(EvenerError):
     """A checkpoint cannot be written or read."""
-
-
-class Piece(torch.Tensor):
-    """This rank's part [start, start + n) of a flat tensor of `whole` elements, as
-    torch.distributed.checkpoint asks such objects to describe themselves. `fetch`: gives the part
-    where it is not in memory."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    part: torch.Tensor
-    reading: Callable[[], None]
-    fetch: Callable[[], torch.Tensor] | None
-    keep: Callable[[torch.Tensor, int], None] | None
-    place: ChunkStorageMetadata
-    whole: torch.Size
-
-    @staticmethod
-    def of(
-        part: torch.Tensor, start: int, whole: int, reading: Callable[[], None] = lambda: None
-    ) -> Piece:
-        """A view that knows its place, and says when it is going to be read."""
-        piece = part.as_subclass(Piece)
-        piece.part = part
-        piece.reading = reading
-        piece.fetch = piece.keep = None
-        piece.place = ChunkStorageMetadata(torch.Size([start]), torch.Size([part.numel()]))
-        piece.whole = torch.Size([whole])
-        return piece
-
-    def size(self, *_: Any) -> Any:
-        """Size of the whole tensor."""
-        return self.whole
-
-    def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
-        data = TensorWriteData(
-            chunk=self.place,
-            properties=TensorProperties(dtype=self.part.dtype),
-            size=self.whole,
-        )
-        index = MetadataIndex(fqn, self.place.offsets)
-        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self.place]
-
-    def __get_tensor_shard__(self, _index: MetadataIndex) -> torch.Tensor:
-        self.reading()
-        return self.part if self.fetch is None else self.fetch()
-
-
-class _Reader(DefaultLoadPlanner):
-    """What was read for a part that is not in memory goes where it belongs."""
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where a part is read to."""
-        piece = self.state_dict[read_item.dest_index.fqn]
-        if isinstance(piece, Piece) and piece.keep is not None:
-            return torch.empty(read_item.lengths, dtype=piece.part.dtype)
-        found: torch.Tensor = super().resolve_tensor(read_item)
-        return found
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """After `tensor` was filled: a part of a flat tensor, or all of it."""
-        piece = self.state_dict[read_item.dest_index.fqn]
-        if isinstance(piece, Piece) and piece.keep is not None:
-            piece.keep(tensor, int(read_item.dest_offsets[0]))
-
-
-class _Progress:
-    """What a writer has read. It reads one piece at a time, in order, and keeps a copy: when it
-    asks for the next one, it is done with the last."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.chunks = list(engine.chunks())
-        self.left: Counter[int] = Counter()
-        self.last: Chunk | None = None
-        for chunk in self.chunks:
-            chunk.saved.clear()
-
-    def reading(self, chunk: Chunk) -> None:
-        """A piece of `chunk` is asked for."""
-        if self.last is not None:
-            self.left[self.last.index] -= 1
-            if self.left[self.last.index] == 0:
-                self.last.saved.set()
-        self.last = chunk
-
-    def finish(self) -> None:
-        """Everything was read, or nothing more will be."""
-        for chunk in self.chunks:
-            chunk.saved.set()
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Elements [low, high) of a parameter of `numel` are this rank's, from `begin` of its share
-    on."""
-
-    chunk: Chunk
-    name: str
-    numel: int
-    low: int
-    high: int
-    begin: int
-
-
-def _held(engine: Engine) -> Iterator[_Held]:
-    """What this rank holds. What it has nothing of is not in it."""
-    for chunk in engine.chunks():
-        share = chunk.states.weights.numel()
-        begin = engine.rank * share
-        for piece in chunk.group.pieces:
-            low = max(piece.offset, begin)
-            high = min(piece.offset + piece.numel, begin + share)
-            if low < high:
-                low, high, at = low - piece.offset, high - piece.offset, low - begin
-                yield _Held(chunk, piece.name, piece.numel, low, high, at)
-
-
-def _pieces(engine: Engine, progress: _Progress | None = None) -> dict[str, Any]:
-    """Views of everything that this rank holds."""
-    found: dict[str, Any] = {}
-    for part in _held(engine):
-        chunk, held = part.chunk, part.chunk.states.tensors()
-        for kind, dtype in chunk.formats().items():
-            each = stride(kind)
-            count = -(-(part.high - part.low) // each)
-            if kind in held:
-                view = held[kind][part.begin // each :][:count]
-            else:  # a shape without memory: it is on the SSD
-                view = torch.empty(1, dtype=dtype).expand(count)
-            entry = Piece.of(view, part.low // each, -(-part.numel // each))
-            if kind not in held:
-                place = kind, part.begin
-                end = part.begin + part.high - part.low
-                entry.fetch = functools.partial(chunk.read, *place, end)
-                entry.keep = functools.partial(_keep, chunk, *place)
-            if progress is not None:
-                progress.left[chunk.index] += 1
-                entry.reading = functools.partial(progress.reading, chunk)
-            found[f"{part.name}.{kind}"] = entry
-    return found
-
-
-def _converted(engine: Engine, saved: Container[str]) -> list[tuple[_Held, str]]:
-    """The moments that a checkpoint with these entries has in codes of one byte and this engine has
-    not, or the other way: parts and places."""
-    found: list[tuple[_Held, str]] = []
-    for part in _held(engine):
-        for place in engine.rule.moments.values():
-            name = f"{part.name}.{place}"
-            if place not in part.chunk.formats() or name not in saved:
-                continue
-            if (name + SCALE in saved) != part.chunk.coded(place):
-                found.append((part, place))
-    return found
-
-
-def _exact(name: str, saved: Container[str]) -> bool:
-    """Whether an entry is the rest of weights that a checkpoint has no exact copy of: zero."""
-    weights, _, kind = name.rpartition(".")
-    return kind == "lower" and name not in saved and f"{weights}.weights" in saved
-
-
-def _convert(path: Path, part: _Held, place: str, coded: bool) -> None:
-    """Read a moment that a checkpoint has in another form: `coded`, or not."""
-    name = f"{part.name}.{place}"
-    low, high, whole = part.low, part.high, part.numel
-    first = low // BLOCK * BLOCK if coded else low
-    if coded:
-        blocks = -(-(high - first) // BLOCK)
-        codes = torch.zeros(blocks * BLOCK, dtype=torch.int8)
-        scales = torch.empty(blocks, dtype=torch.uint8)
-        wanted = {
-            name: Piece.of(codes[: whole - first], first, whole),
-            name + SCALE: Piece.of(scales, first // BLOCK, -(-whole // BLOCK)),
-        }
-    else:
-        values = torch.empty(high - low)
-        wanted = {name: Piece.of(values, low, whole)}
-    # Of this rank alone: others may have nothing to convert.
-    read_all(wanted, storage_reader=FileSystemReader(path), planner=_Reader(), no_dist=True)
-    if coded:
-        values = decode(place, codes, scales)[low - first : high - first]
-    part.chunk.write_moment(place, part.begin, values)
-
-
-def _keep(chunk: Chunk, kind: str, begin: int, values: torch.Tensor, offset: int) -> None:
-    chunk.write(kind, begin + offset, values)
 
 
 @torch.no_grad()
@@ -358,8 +156,8 @@ class Save:
         self._buffers = {
             name: b.detach().to("cpu", copy=True) for name, b in buffers(engine.module)
         }
-        self._progress = _Progress(engine)
-        self._entries = _pieces(engine, self._progress)
+        self._progress = Progress(engine)
+        self._entries = entries(engine, self._progress)
         self._device = engine.device
         self._thread = threading.Thread(target=self._run, name="evener-save", daemon=True)
         self._thread.start()
@@ -611,19 +409,19 @@ def load(engine: Engine, path: str | Path) -> Any:
     meta = _check(path, engine)
     reader = FileSystemReader(path)
     saved = reader.read_metadata().state_dict_metadata
-    others = _converted(engine, saved)
+    others = converted(engine, saved)
     apart = {f"{part.name}.{place}" for part, place in others}
     wanted = {
-        name: piece
-        for name, piece in _pieces(engine).items()
-        if name.removesuffix(SCALE) not in apart and not _exact(name, saved)
+        name: entry
+        for name, entry in entries(engine).items()
+        if name.removesuffix(SCALE) not in apart and not is_zero(name, saved)
     }
     try:
-        read_all(wanted, storage_reader=reader, planner=_Reader(), no_dist=engine.world == 1)
+        read_all(wanted, storage_reader=reader, planner=Reader(), no_dist=engine.world == 1)
         for part, place in others:
-            _convert(path, part, place, f"{part.name}.{place}{SCALE}" in saved)
-        for part in _held(engine):
-            if "lower" in part.chunk.formats() and _exact(f"{part.name}.lower", saved):
+            convert(path, part, place, f"{part.name}.{place}{SCALE}" in saved)
+        for part in held_by(engine):
+            if "lower" in part.chunk.formats() and is_zero(f"{part.name}.lower", saved):
                 rest = torch.zeros(part.high - part.low, dtype=torch.int16)
                 part.chunk.write("lower", part.begin, rest)
     except (CheckpointException, RuntimeError, OSError, ValueError) as error:
@@ -698,24 +496,24 @@ def _check(path: Path, engine: Engine) -> dict[str, Any]:
             "use the same optimizer",
         )
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
-    scales = {f"{part.name}.{place}{SCALE}" for part, place in _converted(engine, saved)}
-    for name, piece in _pieces(engine).items():
-        if name in scales or _exact(name, saved):
+    scales = {f"{part.name}.{place}{SCALE}" for part, place in converted(engine, saved)}
+    for name, entry in entries(engine).items():
+        if name in scales or is_zero(name, saved):
             continue
         other = saved.get(name)
-        kept = getattr(getattr(other, "properties", None), "dtype", piece.part.dtype)
-        if name.endswith(".weights") and kept != piece.part.dtype:
+        kept = getattr(getattr(other, "properties", None), "dtype", entry.part.dtype)
+        if name.endswith(".weights") and kept != entry.part.dtype:
             raise CheckpointError(
-                f"{path} was trained in {kept}, this run is in {piece.part.dtype}: the float32 "
+                f"{path} was trained in {kept}, this run is in {entry.part.dtype}: the float32 "
                 "weights lie in another form",
                 "train in the same dtype, or export the checkpoint and give it as `weights=`",
             )
         if other is None:
             raise CheckpointError(f"{path} has no {name}", "load a checkpoint of this model")
         size = getattr(other, "size", None)
-        if size is not None and tuple(size) != tuple(piece.whole):
+        if size is not None and tuple(size) != tuple(entry.whole):
             raise CheckpointError(
-                f"{name} has {size[0]} elements in {path}, {piece.whole[0]} in the model",
+                f"{name} has {size[0]} elements in {path}, {entry.whole[0]} in the model",
                 "load a checkpoint of this model",
             )
     for chunk in engine.chunks():
