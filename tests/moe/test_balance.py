@@ -79,3 +79,53 @@ def moves(rank: int, size: int) -> tuple[int, float, float]:
 def test_experts_move_with_their_states_and_outputs_stay() -> None:
     for moved, again, _ in worlds.run([2], moves):
         assert moved >= 2 and again == 0
+
+
+def refuses(rank: int, size: int) -> list[str]:
+    torch.manual_seed(1)
+    layer = moe.MoE(16, 24, 8, 2)
+    with torch.no_grad():
+        layer.gate.weight[:2] += 0.5
+    moe.spread(layer, size)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01)
+    x = torch.randn(64, 16) + 0.5
+
+    def said() -> str:
+        before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        with pytest.raises(UsageError) as error:
+            moe.rebalance(layer, optimizer)
+        for name, tensor in layer.state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+        return error.value.problem
+
+    layer(x).square().mean().backward()
+    if rank == 0:  # one rank's gradient is enough
+        layer.zero_grad()
+    found = [said()]
+    optimizer.step()
+    optimizer.zero_grad()
+    found.append(said())
+    layer(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = optimizer.state[layer.experts.gate_up_proj]
+    state["codes"] = torch.zeros(77)
+    found.append(said())
+    # A factored state has a row for each expert, and moves.
+    del state["codes"]
+    parallel = layer.experts.parallel
+    assert parallel is not None
+    held = parallel.held.tolist()
+    each = len(held) // size
+    state["row"] = torch.tensor([[[float(e)]] for e in held[rank * each :][:each]])
+    assert moe.rebalance(layer, optimizer)
+    held = parallel.held.tolist()
+    assert state["row"].flatten().tolist() == [float(e) for e in held[rank * each :][:each]]
+    return found
+
+
+def test_what_would_stay_behind_is_refused_on_all_ranks() -> None:
+    for gradient, states, shape in worlds.run([2], refuses):
+        assert "on rank 1" in gradient and "has a gradient" in gradient
+        assert "rank 1 has other optimizer states than rank 0" in states
+        assert "on rank 0 AdamW's codes" in shape and "[77]" in shape

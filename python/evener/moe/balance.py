@@ -83,15 +83,19 @@ def _most(load: list[float], held: list[int], ranks: int) -> float:
 def rebalance(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Move spread experts so that ranks have even loads, and how many moved. Collective.
 
-    Call it between steps, every few hundred: it goes by the load since the last call. Gradients
-    must be None or zero; states of `optimizer` move with their experts. Where the most loaded rank
-    would gain less than 5% nothing moves. Outputs do not change, but for the order of sums.
+    Call it between steps, every few hundred: it goes by the load since the last call. States of
+    `optimizer` move with their experts. Where the most loaded rank would gain less than 5% nothing
+    moves. Outputs do not change, but for the order of sums. Raises UsageError on all ranks, with
+    nothing moved, where a gradient is there and not zero, and where a state has no entry for each
+    expert.
     """
     found = [(name, layer) for name, layer in layers(model) if layer.parallel is not None]
     if not found:
         raise UsageError("no experts of this model are spread", "call evener.moe.spread first")
+    states = [_states(name, layer, optimizer) for name, layer in found]
+    _agree(states, found[0][1])
     moved = 0
-    for (name, layer), load in zip(found, loads(found), strict=True):
+    for (name, layer), load, (held, _) in zip(found, loads(found), states, strict=True):
         since = (load - _seen(layer, "placed", load)).tolist()
         parallel = layer.parallel
         assert parallel is not None
@@ -100,13 +104,8 @@ def rebalance(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         before, after = _most(since, old, size), _most(since, new, size)
         if before - after <= _GAIN * before:
             continue
-        for matrix in (layer.gate_up_proj, layer.down_proj):
-            held: list[Any] = [matrix.data]
-            state = {} if optimizer is None else optimizer.state.get(matrix, {})
-            held += [v for v in state.values()
-                     if isinstance(v, torch.Tensor) and v.shape == matrix.shape]  # fmt: skip
-            for tensor in held:
-                _move(parallel, old, new, tensor)
+        for tensor in held:
+            _move(parallel, old, new, tensor)
         parallel.place(torch.tensor(new))
         count = sum(
             a // (len(old) // size) != new.index(e) // (len(old) // size) for a, e in enumerate(old)
@@ -117,6 +116,51 @@ def rebalance(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
                     name, count, after / mean, before / mean)  # fmt: skip
         moved += count
     return moved
+
+
+def _states(
+    name: str, layer: Experts, optimizer: torch.optim.Optimizer | None
+) -> tuple[list[torch.Tensor], str]:
+    """What moves with a layer's experts, [experts, ...] each; or why they cannot move."""
+    held: list[torch.Tensor] = []
+    for what in ("gate_up_proj", "down_proj"):
+        matrix = getattr(layer, what)
+        if matrix.grad is not None and matrix.grad.any():
+            return [], f"{name}.{what} has a gradient, which would stay where its expert was"
+        held.append(matrix.data)
+        state = {} if optimizer is None else optimizer.state.get(matrix, {})
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.numel() == 1:
+                continue
+            if value.shape[:1] != matrix.shape[:1]:
+                return [], (
+                    f"{type(optimizer).__name__}'s {key} of {name}.{what} is "
+                    f"{list(value.shape)}: not one entry for each of {len(matrix)} experts"
+                )
+            held.append(value)
+    return held, ""
+
+
+def _agree(states: list[tuple[list[torch.Tensor], str]], layer: Experts) -> None:
+    """Raises UsageError on all ranks where one of them cannot, or has other states."""
+    assert layer.parallel is not None
+    ranks = layer.parallel.shared.ranks
+    mine = [(why, [str(t.dtype) for t in held]) for held, why in states]
+    all_of_them: list[Any] = [None] * ranks.size
+    dist.all_gather_object(all_of_them, mine, group=ranks.group)
+    for rank, theirs in enumerate(all_of_them):
+        for why, _ in theirs:
+            if why:
+                raise UsageError(
+                    f"experts cannot move: on rank {rank} {why}",
+                    "call rebalance after optimizer.step() and zero_grad(), with an optimizer "
+                    "that keeps a row for each expert",
+                )
+        if theirs != all_of_them[0]:
+            raise UsageError(
+                f"experts cannot move: rank {rank} has other optimizer states than rank 0",
+                "step the optimizer on all ranks before rebalance",
+            )
 
 
 def _move(parallel: Parallel, old: list[int], new: list[int], tensor: torch.Tensor) -> None:
