@@ -347,3 +347,27 @@ class Shards:
 
     def owner(self, keys: torch.Tensor) -> torch.Tensor:
         return keys % self.size
+
+
+def into_one_folder(rank: int, size: int, folder: str) -> list[str]:
+    """What each rank hears: all into one folder, each into its own, and beside a spread table."""
+    said = []
+    whole = DynamicEmbedding(4, "whole", shard=False)
+    whole(torch.arange(8).view(2, 4) + 100 * rank)
+    spread = nn.ModuleList([whole, DynamicEmbedding(4, "spread")])
+    for model, where in ((whole, "one"), (whole, f"rank{rank}"), (spread, "spread")):
+        try:
+            save(model, f"{folder}/{where}")
+            said.append("")
+        except UsageError as error:
+            said.append(error.problem)
+        dist.barrier()
+    return said
+
+
+def test_ranks_do_not_overwrite_each_others_tables(tmp_path: Path) -> None:
+    found = worlds.run([2], into_one_folder, str(tmp_path))
+    one = [said[0] for said in found]
+    assert any("saves its own to" in text for text in one), one
+    assert [said[1] for said in found] == ["", ""]
+    assert all("others are spread over them" in said[2] for said in found), found
