@@ -7,6 +7,7 @@ import torch
 _TEXTS = (
     ("torch.compile is not supported on Python 3.14", ""),  # 2.9
     ("has no attribute '__annotations__'", "torch/jit/"),  # 2.9
+    ("module 'ast' has no attribute 'Num'", "triton"),  # Triton 3.5, of 2.9
     ("cannot pickle code objects", "torch/distributed/checkpoint/"),  # 2.9 to 2.11
 )
 
