@@ -8,7 +8,7 @@ planned from what this machine measures.
 
 from evener.base.budget import Budget
 from evener.zero import report
-from evener.zero.api import ZeroOptimizer, initialize, plan
+from evener.zero.api import initialize, plan
 from evener.zero.boundary import NoRoomError
 from evener.zero.checkpoint import CheckpointError, Save
 from evener.zero.checkpoint import begin as begin_checkpoint
@@ -18,6 +18,7 @@ from evener.zero.config import Config, ConfigError
 from evener.zero.engine import Engine
 from evener.zero.frameworks.accelerate import accelerate
 from evener.zero.frameworks.trainer import trainer
+from evener.zero.front import ZeroOptimizer
 from evener.zero.loss import cross_entropy
 from evener.zero.planner import Machine, Plan
 from evener.zero.planning import NoFitError

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from evener.errors import UsageError
-from evener.zero.api import Batch, ZeroOptimizer, initialize
+from evener.zero.api import Batch, initialize
 from evener.zero.config import Config
 from evener.zero.engine import Engine
+from evener.zero.front import ZeroOptimizer
 from evener.zero.ranks import world_size
 from evener.zero.values import give_back, show, value_of
 
