@@ -28,6 +28,15 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "train.py").read_text() == before
 
 
+def test_it_says_which_packages_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    for kind, extra in (("tensorflow", "tensorflow"), ("ddp", "torch")):
+        done = CliRunner().invoke(quickstart, [kind, str(tmp_path / kind)])
+        assert f"pip install 'evener[{extra}]'\n  cd " in done.output, done.output
+
+
 def test_every_project_is_offered() -> None:
     assert {folder.name for folder in PROJECTS.iterdir() if folder.is_dir()} == set(KINDS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 from pathlib import Path
@@ -44,7 +45,11 @@ def quickstart(kind: str, folder: Path) -> None:
                 click.echo(f"wrote {folder / file.name}")
     except OSError as error:
         raise UsageError(f"{folder}: {error.strerror}", "name another folder") from None
-    click.echo(f"\nRun it:\n  cd {folder}\n  {first_command(source)}")
+    click.echo("\nRun it:")
+    needs = "tensorflow" if kind == "tensorflow" else "torch"
+    if importlib.util.find_spec(needs) is None:
+        click.echo(f"  pip install 'evener[{needs}]'")
+    click.echo(f"  cd {folder}\n  {first_command(source)}")
 
 
 def first_command(project: Path) -> str:
