@@ -48,12 +48,12 @@ class _Stderr(logging.Handler):
 def _write(line: str) -> None:
     """One write a line: lines of several processes then do not run into each other. A progress bar
     of tqdm's that stands on the last line is drawn again below it."""
-    tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    if tqdm is None:
-        sys.stderr.write(line)
-    else:
+    tqdm: Any = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    try:
         # Without its lock: one that a dead process holds must not stop a rank.
         tqdm.write(line, file=sys.stderr, end="", nolock=True)
+    except (AttributeError, RuntimeError):  # no tqdm here, or a thread makes a bar just now
+        sys.stderr.write(line)
     sys.stderr.flush()
 
 
