@@ -60,11 +60,11 @@ class Characters:
         return GPT(Shape(LAYERS, HEADS, WIDTH, self.count, CONTEXT))
 
     def loss(self, net: Any, generator: torch.Generator) -> torch.Tensor:
-        """Of a batch of the training part."""
+        """The loss of one training batch."""
         return self._loss(net, self.rest, generator)
 
     def held_out(self, net: Any) -> torch.Tensor:
-        """The mean over a hundred batches of the rest."""
+        """The mean loss of a hundred held-out batches."""
         fixed = torch.Generator().manual_seed(7)
         return torch.stack([self._loss(net, self.test, fixed) for _ in range(100)]).mean()
 
@@ -86,12 +86,12 @@ class Digits:
         return cnn()
 
     def loss(self, net: Any, generator: torch.Generator) -> torch.Tensor:
-        """Of 32 pictures of the training part."""
+        """The loss of 32 training pictures."""
         mine = self.rest[torch.randint(len(self.rest), (32,), generator=generator)]
         return cross_entropy(net(self.images[mine]), self.labels[mine])
 
     def held_out(self, net: Any) -> torch.Tensor:
-        """The mean over the rest."""
+        """The mean loss of all held-out pictures."""
         return cross_entropy(net(self.images[self.test]), self.labels[self.test])
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from evener.base.ports import free_port
 from evener.errors import UsageError
 from evener.tools.lab import Lab, LabError, Spec
-from evener.tools.lab.lab import _free_port
 
 pytestmark = pytest.mark.lab
 PYTHON = sys.executable
@@ -299,7 +299,9 @@ def test_loopback_says_that_it_is_no_lab(monkeypatch: pytest.MonkeyPatch) -> Non
         )
     assert result.ok
     assert sorted(lines) == ["0 127.0.0.1 node0 lo", "1 127.0.0.1 node1 lo"]
-    with contextlib.closing(__import__("socket").create_server(("127.0.0.1", _free_port()))):
+    with contextlib.closing(
+        __import__("socket").create_server(("127.0.0.1", free_port("127.0.0.1")))
+    ):
         pass
 
 

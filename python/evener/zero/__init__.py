@@ -18,8 +18,8 @@ from evener.zero.config import Config, ConfigError
 from evener.zero.engine import Engine
 from evener.zero.frameworks.accelerate import accelerate
 from evener.zero.frameworks.trainer import trainer
-from evener.zero.front import ZeroOptimizer
 from evener.zero.loss import cross_entropy
+from evener.zero.optimizer import ZeroOptimizer
 from evener.zero.planner import Machine, Plan
 from evener.zero.planning import NoFitError
 from evener.zero.pretrained import empty_weights, from_pretrained

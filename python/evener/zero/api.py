@@ -24,10 +24,10 @@ from evener.zero.activations import Offload
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
 from evener.zero.form import Form
-from evener.zero.front import ZeroOptimizer, take_over
 from evener.zero.host import HostMemory
 from evener.zero.inputs import Call, call_of, guess
 from evener.zero.nearest import nearest
+from evener.zero.optimizer import ZeroOptimizer, take_over
 from evener.zero.planner import Fit, Machine, Plan
 from evener.zero.planning import NoFitError, Ways, cut_and_trace, formats_of, plan_units
 from evener.zero.pretrained import given_with, source_for

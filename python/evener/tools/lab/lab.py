@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from evener.base.ports import free_port
 from evener.tools.lab import environment, sshd, wire
 from evener.tools.lab.errors import LabError, LabUnavailableError
 from evener.tools.lab.faults import Action, Event, Target
@@ -173,7 +174,7 @@ class Lab:
         if period is not None:
             self._need_network()
         self._launches += 1
-        port = 29499 + self._launches if self.mode != "loopback" else _free_port()
+        port = 29499 + self._launches if self.mode != "loopback" else free_port("127.0.0.1")
         address = self.nodes[0].addresses[0]
 
         python_path: dict[str, str] = {}
@@ -376,13 +377,6 @@ def _needed() -> list[str]:
     with contextlib.suppress(FileNotFoundError):
         here.append(str(Path.cwd()))
     return sorted({str(Path(path).resolve()) for path in here if path and Path(path).exists()})
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @functools.cache

@@ -16,7 +16,6 @@ import importlib.util
 import json
 import os
 import platform
-import random
 import shutil
 import socket
 import sys
@@ -27,29 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from evener.base import interfaces
+from evener.base.ports import free_port
 
 # Before each answer: what a shell prints when it starts is none.
 MARK = "evener-probe "
 _SCRATCH = "/tmp"
-
-
-def free_port() -> int:
-    """A TCP port of this host on which no process listens. It lies outside the range from which the
-    kernel takes ports for connections, so it is most likely free a moment later too."""
-    for port in random.sample(_quiet_ports(), 20):
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("", port))
-            return port
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return int(one.getsockname()[1])
-
-
-def _quiet_ports() -> range:
-    low = 32768
-    with contextlib.suppress(OSError, ValueError):
-        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    return range(20000, low) if low > 21000 else range(61000, 65536)
 
 
 def dial(name: str, port: int, seconds: float) -> str:

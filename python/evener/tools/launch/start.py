@@ -12,8 +12,9 @@ from pathlib import Path
 import click
 
 from evener.base import interfaces
+from evener.base.ports import free_port
 from evener.errors import UsageError
-from evener.tools.launch import nodes, preflight, probe, where
+from evener.tools.launch import nodes, preflight, where
 from evener.tools.launch.asked import Asked
 from evener.tools.launch.discovery import Pool
 from evener.tools.launch.elastic import ElasticJob
@@ -62,7 +63,7 @@ def start(asked: Asked) -> None:
     watched = environment.put_watch() if asked.watch else ""
     fixed = _Fixed.of(asked, found, environment.wishes)
     fixed.check_programs(environment)
-    wishes = replace(environment.wishes, master_port=asked.master_port or probe.free_port())
+    wishes = replace(environment.wishes, master_port=asked.master_port or free_port())
     if asked.check and not asked.dry_run and not found.by_mpirun:
         wishes = fixed.look(asked, environment, wishes)
     plan = fixed.plan(asked, environment, wishes)

@@ -17,7 +17,7 @@ from evener.errors import UsageError
 from evener.zero.api import Batch, initialize
 from evener.zero.config import Config
 from evener.zero.engine import Engine
-from evener.zero.front import ZeroOptimizer
+from evener.zero.optimizer import ZeroOptimizer
 from evener.zero.ranks import world_size
 from evener.zero.values import give_back, show, value_of
 

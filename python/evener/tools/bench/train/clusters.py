@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from evener.base.ports import free_port
 from evener.comm.world.ranks import detect
 from evener.errors import EvenerError, UsageError
 
@@ -103,7 +104,7 @@ class Loopback:
         return {**found, "why": self.why} if self.why else found
 
     def run(self, argv: Sequence[str], on_line: OnLine, timeout: float) -> int:
-        port = free_port()
+        port = free_port("127.0.0.1")
         processes: list[subprocess.Popen[str]] = []
         readers: list[threading.Thread] = []
         try:
@@ -240,11 +241,3 @@ def count_gpus(env: Mapping[str, str]) -> int:
         return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
     except OSError:
         return 0
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port of `address` ("": of any of this host's) that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -11,8 +11,9 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from evener.base.ports import free_port
 from evener.comm.world.ranks import detect
-from evener.tools.bench.train.clusters import Given, free_port
+from evener.tools.bench.train.clusters import Given
 
 
 def given() -> Given:
@@ -29,7 +30,7 @@ def given() -> Given:
     store: Any = _get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    port = [free_port("")]
+    port = [free_port()]
     dist.broadcast_object_list(port, src=0)
     rendezvous.shutdown()
     found = {
