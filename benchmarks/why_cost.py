@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -28,6 +27,8 @@ from typing import Any
 
 import harness
 from harness.records import RESULTS
+
+from evener.base.ports import free_port
 
 
 def rank_main(
@@ -141,9 +142,7 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as name:
         folder, pids = Path(name), []
         for rank in range(args.ranks):

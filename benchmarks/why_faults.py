@@ -25,7 +25,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import harness
+
+from evener.base.ports import free_port
 
 if TYPE_CHECKING:
     import torch
@@ -381,14 +382,6 @@ def read_dumps(folder: Path) -> dict[str, Any]:
         "dumps": ranks, "torchfrtrace": (done.stdout + done.stderr)[:2000],
         "analyze": first.title if first else "", "analyze_id": first.id if first else "",
     }  # fmt: skip
-
-
-def free_port() -> int:
-    """Below those that the kernel gives away: another job's would take it before rank 0 does."""
-    while True:
-        with socket.socket() as tried, contextlib.suppress(OSError):
-            tried.bind(("127.0.0.1", random.randrange(16_000, 32_000)))
-            return int(tried.getsockname()[1])
 
 
 def run(program: str, kind: str, who: int) -> dict[str, Any]:

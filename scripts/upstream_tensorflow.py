@@ -17,7 +17,6 @@ import fnmatch
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -233,11 +232,10 @@ def pair(
     root: Path, file: str, only: Sequence[str], timeout: float, done: Collection[str]
 ) -> Outcome:
     """Run pytest on both ranks until a test fails."""
+    from evener.base.ports import free_port
     from evener.tools.launch.horovod_path import ALIAS
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="upstream-tensorflow-") as scratch:
         lines = [Path(scratch) / f"{rank}.jsonl" for rank in range(SIZE)]
         logs = [Path(scratch) / f"{rank}.log" for rank in range(SIZE)]

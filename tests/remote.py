@@ -2,13 +2,14 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from evener.base.ports import free_port
 
 
 @pytest.fixture
@@ -21,9 +22,7 @@ def sshd(tmp_path: Path) -> Iterator[list[str]]:
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True
         )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     config = tmp_path / "sshd_config"
     config.write_text(
         f"Port {port}\nListenAddress 0.0.0.0\nHostKey {tmp_path / 'host'}\nStrictModes no\n"

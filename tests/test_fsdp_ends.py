@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import evener.fsdp
+from evener.base.ports import free_port
 from evener.door.enter import SITE
 from tests import worlds
 from tests.test_fsdp import batch
@@ -81,9 +81,7 @@ print("went on to the end")
 def test_a_rank_that_ends_ends_the_others(tmp_path: Path, mode: str, where: str, why: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(KILLED, encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    meet = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     path = os.pathsep.join([str(SITE), str(ROOT), *sys.path[1:]])
     began = time.monotonic()
     done = subprocess.run(

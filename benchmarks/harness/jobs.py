@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evener.base.ports import free_port
 from evener.tools.lab import Lab, Spec
 
 MARK = "RESULT "
@@ -132,9 +132,7 @@ def ranks(
     `heard` is told every result, from the threads that read them. After `limit` seconds all are
     ended: status 9.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(count):
         told = {

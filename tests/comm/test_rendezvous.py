@@ -7,7 +7,6 @@ loader find nothing, as on a machine that lacks it.
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from evener.base import interfaces
+from evener.base.ports import free_port
 from evener.comm.world import gloo, meeting
 from evener.comm.world.ranks import Ranks
 from evener.comm.world.rendezvous import RendezvousError
@@ -53,12 +53,6 @@ def environment(**more: str) -> dict[str, str]:
         if k not in RANK_NAMES and not k.startswith(("OMPI_", "PMIX_", "PMI_", "SLURM_"))
     }
     return {**kept, "OMP_NUM_THREADS": "1", **more}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(code: str, env: Mapping[str, str]) -> subprocess.Popen[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from evener.base.ports import free_port
 from evener.door.enter import SITE
 
 ROOT = Path(__file__).parents[2]
@@ -58,9 +58,7 @@ def trained(folder: Path, *kinds: str, **env: str) -> tuple[str, str]:
     script = folder / "train.py"
     script.write_text(PROGRAM, encoding="utf-8")
     path = os.pathsep.join([str(SITE), str(ROOT), *sys.path[1:]])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    meet = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
         [sys.executable, str(script), *kinds],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **meet, **env},

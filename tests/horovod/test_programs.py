@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import evener.horovod.torch as hvd
+from evener.base.ports import free_port
 from evener.horovod.data import AsyncDataLoaderMixin, BaseDataLoader
 from evener.horovod.state import STATE
 from evener.horovod.torch.optimizer import _DistributedOptimizer
@@ -64,14 +65,6 @@ hvd.shutdown()
 hvd.init()
 step()
 """
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_the_default_group_is_left_to_the_program(tmp_path: Path) -> None:

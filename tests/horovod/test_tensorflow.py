@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from evener.base.ports import free_port
 
 HERE = Path(__file__).parent / "tensorflow"
 NAMES = [
@@ -49,12 +50,6 @@ def start(rank: int, port: int, *command: str, **more: str) -> subprocess.Popen[
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def finish(processes: list[subprocess.Popen[str]], timeout: float) -> list[str]:

@@ -10,7 +10,6 @@ import atexit
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from evener.base.ports import free_port
 
 
 class World:
@@ -61,9 +62,7 @@ class World:
         return f"a rank died: {self._log.read()[-3000:]}"
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `stop`
         for rank in range(self.size):
             environment = {
