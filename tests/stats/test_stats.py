@@ -35,10 +35,17 @@ ZERO = {
               {"name": "host", "bytes": 8 * 10**9, "used": 6 * 10**9, "peak": 7 * 10**9}],
 }  # fmt: skip
 
+LOCAL = {
+    "steps": 640, "rounds": 10, "every": 64, "overlap": 16, "step_ms": 21.5, "exchange_ms": 30.25,
+    "bytes_sent": 2_500_000, "drift": 0.75,
+}  # fmt: skip
+
 HUB = {
     "round": 12,
     "steps": 768,
     "nodes": 1,
+    "every": 64,
+    "drift": 1.25,
     "bytes_received": 5_000_000,
     "bytes_sent": 7_000_000,
     "members": [
@@ -72,15 +79,17 @@ def stats(*arguments: str) -> Result:
 
 
 def test_all_pillars_are_shown_together(job: Path) -> None:
-    hub = {"version": 1, "pid": 7, "rank": 0, "host": "node0", "time": time.time(), "hub": HUB}
-    (job / "hub-node0-r0-7.json").write_text(json.dumps(hub))
+    for pillar, content in (("hub", HUB), ("local", LOCAL)):
+        head = {"version": 1, "pid": 7, "rank": 0, "host": "node0", "time": time.time()}
+        (job / f"{pillar}-node0-r0-7.json").write_text(json.dumps({**head, pillar: content}))
     shown = stats(str(job)).stdout
     assert "3 processes on 2 hosts" in shown
-    at = [shown.index(f"{pillar}:") for pillar in ("comm", "hub", "zero", "net")]
+    at = [shown.index(f"{pillar}:") for pillar in ("comm", "local", "hub", "zero", "net")]
     assert at == sorted(at)
-    assert "round 12, step 768, 1 nodes in; 5.0 MB received, 7.0 MB sent" in shown
+    assert "round 12, step 768, 1 nodes in, every 64 steps, drift 1.25; 5.0 MB received" in shown
     rows = [" ".join(line.replace("│", " ").split()) for line in shown.splitlines()]
     assert "node0 0 far in 1 3.0 2.0" in rows
+    assert "node0 0 640 10 64 16 21.5 30.2 2.50 0.75" in rows
     assert "node0 0 2 x 2d topk 120 41.5 8.0 0.1 7.0 0.9870" in rows
     assert "node1 1 7 1 900.0 3.00 6.00 8.00" in rows
     assert "node0 0 eth0 45.0 0.0 1 1 9 1" in rows
@@ -135,7 +144,7 @@ def test_what_is_missing_is_said(job: Path, tmp_path_factory: pytest.TempPathFac
         CliRunner().invoke(evener, ["net", "stats", str(job)], catch_exceptions=False)
     assert f"evener stats {job}" in refused.value.fix
     empty = tmp_path_factory.mktemp("empty")
-    with pytest.raises(UsageError, match="no records of net, comm, zero, hub"):
+    with pytest.raises(UsageError, match="no records of net, comm, local, hub, zero"):
         stats(str(empty))
     with pytest.raises(UsageError, match="is not a directory"):
         stats(str(empty / "none"))

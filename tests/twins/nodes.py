@@ -477,8 +477,8 @@ def _any_order(form: Any, brought: Any, average: Any = shared.average) -> Any:
 
 def _first_buffers(form: Any, brought: Any, average: Any = shared.average) -> Any:
     brought = list(brought)
-    mean, _, left = average(form, brought)
-    return mean, form.read(brought[0][0])[1], left
+    mean, _, *more = average(form, brought)
+    return mean, form.read(brought[0][0])[1], *more
 
 
 def _forgets(self: Any, member: Any) -> None:

@@ -92,7 +92,7 @@ class StatsFile:
             self._said = True
 
 
-PILLARS = ("net", "comm", "zero", "hub")
+PILLARS = ("net", "comm", "local", "hub", "zero")
 # What `evener embedding stats` reads, and `evener stats` does not.
 ALL = (*PILLARS, "embedding")
 

@@ -22,7 +22,8 @@ _COLUMNS = 32
 @dataclass
 class Fragment:
     """What is exchanged as one: `shared` weights by parameter, views of the bucket's buffer, and
-    the outer `momentum`, of the same layout; None where there is none.
+    the outer `momentum`, of the same layout; None where there is none. `went`, `together`: squared
+    lengths of what this rank sent last and of the mean that came of it, [] on the device.
     """
 
     bucket: Bucket
@@ -30,6 +31,8 @@ class Fragment:
     parameters: list[torch.nn.Parameter]
     shared: list[torch.Tensor]
     momentum: torch.Tensor | None
+    went: torch.Tensor | None = None
+    together: torch.Tensor | None = None
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' places in `buffer`, which is laid out as the bucket is."""
@@ -45,6 +48,7 @@ class Fragment:
             self.views(whole), self.shared, self.parameters, strict=True
         ):
             torch.sub(rounded(shared, parameter), parameter.to(shared.dtype), out=view)
+        self.went = whole.square().sum()
         if (pack := self.exchange.route.scaling.pack) != 1.0:
             whole.mul_(pack)
         return whole
@@ -66,6 +70,7 @@ class Fragment:
     def outer_step(self, whole: torch.Tensor, options: Options) -> None:
         """Move the shared weights by the average `whole`, which is used up."""
         means = self.views(whole)
+        self.together = whole.square().sum()
         kept: Sequence[torch.Tensor | None] = [None] * len(means)
         if self.momentum is not None:
             kept = self.views(self.momentum)
@@ -111,6 +116,20 @@ def outer_step(
 def rounded(shared: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The shared weights as this parameter can hold them, in their own dtype."""
     return shared.to(parameter.dtype).to(shared.dtype)
+
+
+def finite(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether all entries of all of them are; waits for the device once."""
+    found = [p.detach() for p in parameters if p.numel()]
+    if not found:
+        return True
+    largest = torch._foreach_norm(found, float("inf"))
+    return bool(torch.stack([one.isfinite() for one in largest]).all())
+
+
+def saved(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU without the buffer that it is a view of."""
+    return tensor.detach().to("cpu", copy=True).clone()
 
 
 def digest(buffers: Sequence[torch.Tensor]) -> int:

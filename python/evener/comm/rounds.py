@@ -50,12 +50,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.comm import pace, wires
+from evener.base.records import StatsFile
+from evener.comm import drift, pace, wires
 from evener.comm.agree import require_agreement
 from evener.comm.buckets import Buckets
 from evener.comm.errors import CommError
 from evener.comm.exchange import Exchange
-from evener.comm.fragments import Flight, Fragment, digest
+from evener.comm.fragments import Flight, Fragment, digest, finite, saved
 from evener.comm.groups import Communicators
 from evener.comm.lanes import Lanes, StreamLanes, ThreadLanes
 from evener.comm.loads import LoadHook
@@ -84,7 +85,8 @@ class Rounds:
 
     `stepped` is called after each step of the program; `exchanged` is called at the end of each
     exchange, on all ranks, for what has to be equal besides (buffers). `steps` and `rounds` count
-    from the start of the training, `since` the steps since the last exchange began.
+    from the start of the training, `since` the steps since the last exchange began. `drift`: of the
+    round before the last exchange (`evener.comm.drift`); None where it is not known.
     """
 
     def __init__(
@@ -124,7 +126,10 @@ class Rounds:
         # Seconds; `crossing` is what of `exchanging` is after the ranks have met.
         self._stepping = self._exchanging = self._crossing = self._spent = 0.0
         self._timed = 0
+        self.drift: float | None = None
+        self._together = drift.UNKNOWN
         self.communicators = Communicators(options, self.device, group)
+        self._stats = StatsFile.open("local", self.communicators.rank)
         require_agreement(self.communicators, self.names, self.parameters, options)
         self.fragments = self._lay_out()
         with torch.no_grad():
@@ -347,6 +352,22 @@ class Rounds:
             if self._timed == 1 and self.communicators.rank == 0:
                 logger.info("%s", self._times())
         self._last, self._spent = now, 0.0
+        if self._stats is not None and self._stats.due:
+            self._stats.write(self._record())
+
+    def _record(self) -> dict[str, Any]:
+        """What docs/reference/records.md describes."""
+        timed = max(1, self._timed)
+        return {
+            "rounds": self.rounds,
+            "steps": self.steps,
+            "every": self.every,
+            "overlap": self.overlap,
+            "step_ms": 1e3 * self._stepping / timed / self.every if self._timed else None,
+            "exchange_ms": 1e3 * self._exchanging / timed if self._timed else None,
+            "bytes_sent": sum(exchange.sent_bytes for exchange in self.exchanges),
+            "drift": self.drift,
+        }
 
     def _times(self) -> str:
         """Means of the exchanges so far."""
@@ -368,11 +389,13 @@ class Rounds:
                 self._agree(self._tell())
 
     def _tell(self) -> torch.Tensor:
-        """int64 [7]: what this rank says of itself; see `_check`."""
+        """int64 [8]: what this rank says of itself; see `_check`."""
         self._at = (self.rounds + 1, self.steps)
+        went, self._together = drift.lengths(self.fragments)
         frozen = zlib.crc32(bytes(p.requires_grad for p in self.parameters))
         mine = [self.rounds, self.steps, frozen, self._digest(), self._changed_at]
-        return torch.tensor([*mine, bool(self._loaded), _finite(self.parameters)]).long()
+        mine += [bool(self._loaded), drift.to_bits(went), finite(self.parameters)]
+        return torch.tensor(mine, dtype=torch.int64)
 
     def _check(self, mine: torch.Tensor) -> int:
         """The load of this round that was the last to change weights on any rank; 0: none was.
@@ -402,6 +425,7 @@ class Rounds:
                     f"exchange {number}: rank {rank} has weights that are not finite",
                     "lower its learning rate or clip gradients; nothing of it was sent",
                 )
+        self.drift = drift.of([drift.from_bits(row[6]) for row in told], self._together)
         return at
 
     def _loaded_apart(self, rank: int) -> CommError:
@@ -503,7 +527,7 @@ class Rounds:
         if (flight := self._flight) is not None:
             self._wait(flight)
         kept = {
-            number: {"steps": fragment.exchange.state.steps, "residual": _saved(residual)}
+            number: {"steps": fragment.exchange.state.steps, "residual": saved(residual)}
             for number, fragment in enumerate(self.fragments)
             if (residual := fragment.exchange.state.residual) is not None
         }
@@ -525,7 +549,7 @@ class Rounds:
 
     def _flight_state(self, flight: Flight) -> dict[str, Any]:
         sent = {
-            name: _saved(weight)
+            name: saved(weight)
             for fragment, weights in zip(self.fragments, flight.sent, strict=True)
             for name, weight in zip(fragment.exchange.names, weights, strict=True)
         }
@@ -536,7 +560,7 @@ class Rounds:
         found: dict[str, torch.Tensor] = {}
         for fragment, buffer in zip(self.fragments, buffers, strict=False):
             if buffer is not None:
-                views = map(_saved, fragment.views(buffer))
+                views = map(saved, fragment.views(buffer))
                 found.update(zip(fragment.exchange.names, views, strict=True))
         return found
 
@@ -650,6 +674,8 @@ class Rounds:
     def _end(self) -> bool:
         """`detach`, and wait for what is on its way; whether all is well with the groups."""
         self.detach()
+        if self._stats is not None:
+            self._stats.close()
         flight, self._flight = self._flight, None
         try:
             if flight is not None:
@@ -670,17 +696,3 @@ class Rounds:
         """`detach`, and give the groups to the next user: in the same order on all ranks."""
         if self._end():
             self.communicators.close()
-
-
-def _finite(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether all entries of all of them are; waits for the device once."""
-    found = [p.detach() for p in parameters if p.numel()]
-    if not found:
-        return True
-    largest = torch._foreach_norm(found, float("inf"))
-    return bool(torch.stack([one.isfinite() for one in largest]).all())
-
-
-def _saved(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU without the buffer that it is a view of."""
-    return tensor.detach().to("cpu", copy=True).clone()

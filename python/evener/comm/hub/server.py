@@ -63,6 +63,12 @@ class _Job:
     form: Form
     outer: Outer
 
+    @property
+    def every(self) -> int | None:
+        """Steps of a round; None where a node says none."""
+        said = dict(self.said).get("every", "")
+        return int(said) if said.isdecimal() and len(said) < 10 else None
+
     @classmethod
     def of(cls, fields: Fields) -> _Job:
         """Raises FrameError and RefusedError for what cannot be."""
@@ -109,6 +115,7 @@ class Hub:
         self._counted: tuple[int, set[str]] = (0, set())  # whose changes a round has
         self._left_over: object = None  # what the form of the last average left out
         self._snapshot: bytes | None = None
+        self._drift: float | None = None  # of the last round
         self._strangers = self._number = 0
         self._waited = False
         self._bytes = [0, 0]
@@ -390,7 +397,7 @@ class Hub:
         import torch
 
         form = job.form
-        mean, buffers, left = average(form, brought)
+        mean, buffers, left, self._drift = average(form, brought)
         if len(left) == len(brought):
             return memoryview(b""), left
         if form.feedback and self._left_over is None:
@@ -424,7 +431,9 @@ class Hub:
             {
                 "round": 0 if shared is None else shared.round,
                 "steps": 0 if shared is None else shared.steps,
+                "every": None if self._job is None else self._job.every,
                 "nodes": nodes,
+                "drift": self._drift,
                 "bytes_received": self._bytes[0],
                 "bytes_sent": self._bytes[1],
                 "members": [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evener.comm import wires
+from evener.comm import drift, wires
 from evener.comm.buckets import padded
 from evener.comm.codecs import casts, int8
 from evener.comm.fragments import digest
@@ -160,25 +160,28 @@ FORMS = ("exact", "bf16", "fp16", "int8", "int4")
 
 def average(
     form: Form, brought: Iterable[tuple[bytearray, int]]
-) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+) -> tuple[torch.Tensor, torch.Tensor, list[int], float | None]:
     """The mean of changes, and of buffers, weighted by the steps that each took, in their order.
 
-    Also the places of those that are not finite: they are left out.
+    Also the places of those that are not finite, which are left out, and the drift of the others
+    (`evener.comm.drift`), weighted in the same way.
     """
     total, buffers = torch.zeros(form.sizes.weights), torch.zeros(form.sizes.buffers)
-    steps, left = 0, []
+    steps, left, squares = 0, list[int](), 0.0
     for place, (raw, taken) in enumerate(brought):
         change, values = form.read(raw)
         if not bool(change.isfinite().all()):
             left.append(place)
             continue
+        squares += taken * float(change.square().sum())
         total.add_(change.mul_(taken))
         buffers.add_(values.mul_(taken))
         steps += taken
     if steps:
         total.div_(steps)
         buffers.div_(steps)
-    return total, buffers, left
+        squares /= steps
+    return total, buffers, left, drift.of([squares], float(total.square().sum()))
 
 
 def job_of(

@@ -18,6 +18,26 @@ _BUCKET = {
 }
 
 
+_LOCAL = {
+    "steps": ("evener_local_steps_total", "counter"),
+    "rounds": ("evener_local_rounds_total", "counter"),
+    "every": ("evener_local_steps_per_round", "gauge"),
+    "step_ms": ("evener_local_step_milliseconds", "gauge"),
+    "exchange_ms": ("evener_local_exchange_milliseconds", "gauge"),
+    "bytes_sent": ("evener_local_sent_bytes_per_round", "gauge"),
+    "drift": ("evener_local_drift", "gauge"),
+}
+_HUB = {
+    "round": ("evener_hub_rounds_total", "counter"),
+    "steps": ("evener_hub_steps_total", "counter"),
+    "nodes": ("evener_hub_nodes", "gauge"),
+    "every": ("evener_hub_steps_per_round", "gauge"),
+    "bytes_received": ("evener_hub_received_bytes_total", "counter"),
+    "bytes_sent": ("evener_hub_sent_bytes_total", "counter"),
+    "drift": ("evener_hub_drift", "gauge"),
+}
+
+
 def text(records: list[dict[str, Any]]) -> str:
     """A metric for each figure that is there; a figure that is not known has no sample."""
 
@@ -46,6 +66,9 @@ def text(records: list[dict[str, Any]]) -> str:
     lines += metric("evener_comm_step_milliseconds", "gauge", of("comm", "step_ms"))
     for field, (name, kind) in _BUCKET.items():
         lines += metric(name, kind, buckets(field))
+    for pillar, fields in (("local", _LOCAL), ("hub", _HUB)):
+        for field, (name, kind) in fields.items():
+            lines += metric(name, kind, of(pillar, field))
     lines += metric("evener_zero_steps_total", "counter", of("zero", "steps"))
     lines += metric("evener_zero_skipped_steps_total", "counter", of("zero", "skipped"))
     lines += metric("evener_zero_step_milliseconds", "gauge", of("zero", "step_ms"))

@@ -21,7 +21,7 @@ def parts(records: list[Record], now: float | None = None) -> list[Table | str]:
     """What `evener stats` prints. now: seconds since 1970; default: now."""
     now = time.time() if now is None else now
     shown: list[Table | str] = [summary(records, now)]
-    for pillar, make in (("comm", _comm), ("hub", _hub), ("zero", _zero), ("net", _net)):
+    for pillar, make in _TABLES.items():
         mine = [record for record in records if pillar in record]
         if mine:
             shown += make(mine)
@@ -81,15 +81,38 @@ def _comm(records: list[Record]) -> list[Table | str]:
     return [table]
 
 
+def _local(records: list[Record]) -> list[Table | str]:
+    table = _table(
+        "local: steps between averages",
+        "",
+        "steps rounds every overlap step_ms waits_ms sent_MB drift",
+    )
+    for record in records:
+        local = record["local"]
+        _add(
+            table,
+            record,
+            *(str(local[name]) for name in ("steps", "rounds", "every", "overlap")),
+            _number(local["step_ms"], 1),
+            _number(local["exchange_ms"], 1),
+            _number(local["bytes_sent"] / 1e6, 2),
+            _number(local["drift"], 2),
+        )
+    return [table]
+
+
 def _hub(records: list[Record]) -> list[Table | str]:
     table = _table("hub: nodes that come and go", "node place", "share received_MB sent_MB")
     said = []
     for record in records:
         hub = record["hub"]
         moved = hub["bytes_received"] / 1e6, hub["bytes_sent"] / 1e6
+        every, drift = hub.get("every"), hub.get("drift")
         said.append(
-            f"round {hub['round']}, step {hub['steps']}, {hub['nodes']} nodes in; "
-            f"{moved[0]:.1f} MB received, {moved[1]:.1f} MB sent"
+            f"round {hub['round']}, step {hub['steps']}, {hub['nodes']} nodes in"
+            + (f", every {every} steps" if every else "")
+            + (f", drift {drift:.2f}; " if drift is not None else "; ")
+            + f"{moved[0]:.1f} MB received, {moved[1]:.1f} MB sent"
         )
         for member in hub["members"]:
             moved = member["bytes_received"] / 1e6, member["bytes_sent"] / 1e6
@@ -139,3 +162,6 @@ def _net(records: list[Record]) -> list[Table | str]:
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
+
+
+_TABLES = {"comm": _comm, "local": _local, "hub": _hub, "zero": _zero, "net": _net}
