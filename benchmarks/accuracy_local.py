@@ -6,15 +6,17 @@
 
 Two ranks as two nodes train the same model from the same start on the same batches: by
 DistributedDataParallel in every step (`ddp`), or after `--warm` steps of it by local steps,
-`N:FORM`, or `N+M:FORM` where an exchange runs behind the next M steps. `alone`: after these steps
-rank 0 goes on by itself, with half of the samples. Warm-up over `--warm` steps, cosine decay,
-clipping at 1. `--model digits`: the CNN and the pictures of accuracy_digits.py, split by the seed.
-`--optimizer muon`: torch's Muon for the matrices between the layers, AdamW for what it does not
-take (embeddings, the head, convolutions, vectors).
+`N:FORM`, or `N+M:FORM` where an exchange runs behind the next M steps. `@LR/MOMENTUM` behind it is
+the step that the average makes. `alone`: after these steps rank 0 goes on by itself, with half of
+the samples. Warm-up over `--warm` steps, cosine decay, clipping at 1. `--model digits`: the CNN and
+the pictures of accuracy_digits.py, split by the seed. `--optimizer muon`: torch's Muon for the
+matrices between the layers, AdamW for what it does not take (embeddings, the head, convolutions,
+vectors).
 
 Reported for each column: loss on what is held out in nats (per character, or picture), its paired
-difference to `ddp` with the 95% interval (Student's t over the seeds), and what a rank sends per
-step after the warm-up.
+difference to `ddp` with the 95% interval (Student's t over the seeds), what a rank sends per step
+after the warm-up, and the drift, the mean of all rounds: how far the ranks come apart in a round,
+over how far they go together (`evener.comm.drift`).
 """
 
 from __future__ import annotations
@@ -130,15 +132,23 @@ def train(column: str, seed: int, given: argparse.Namespace, task: Characters | 
     wrapped: Any = DistributedDataParallel(net)
     model: Any = wrapped
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    began = time.perf_counter()
+    began, drifts = time.perf_counter(), dict[int, float]()
     for step in range(given.steps):
         if step == given.warm and column == "alone":
             model = net
         elif step == given.warm and column != "ddp":
-            rounds, _, form = column.partition(":")
+            how, _, outer = column.partition("@")
+            rounds, _, form = how.partition(":")
             every, _, overlap = rounds.partition("+")
+            lr, momentum = map(float, outer.split("/")) if outer else (None, None)
             model = accelerate(
-                wrapped, both, every=int(every), overlap=int(overlap or 0), mode=form
+                wrapped,
+                both,
+                every=int(every),
+                overlap=int(overlap or 0),
+                mode=form,
+                outer_lr=lr,
+                outer_momentum=momentum,
             )
         loss = task.loss(model, generator)
         net.zero_grad()
@@ -147,6 +157,8 @@ def train(column: str, seed: int, given: argparse.Namespace, task: Characters | 
         for optimizer, schedule in zip(both, schedules, strict=True):
             optimizer.step()
             schedule.step()
+        if getattr(getattr(model, "evener", None), "drift", None) is not None:
+            drifts[model.evener.rounds] = model.evener.drift
     size = sum(p.numel() for p in net.parameters())
     sent = 0.0 if column == "alone" else 4.0 * size  # a ring of two: what there is, once
     if column not in ("ddp", "alone"):
@@ -162,6 +174,7 @@ def train(column: str, seed: int, given: argparse.Namespace, task: Characters | 
             loss=held_out,
             parameters=size,
             sent_bytes=sent,
+            drift=sum(drifts.values()) / len(drifts) if drifts else None,
             seconds=time.perf_counter() - began,
         )
     dist.barrier()
@@ -170,10 +183,11 @@ def train(column: str, seed: int, given: argparse.Namespace, task: Characters | 
 def be_a_rank(given: argparse.Namespace) -> None:
     """All columns of one seed."""
     os.environ.update(EVENER_LOG="warning", LIGHT_TOPK_THRESHOLD="0")
+    torch.set_num_threads(1)
     harness.join()
     digits = given.model == "digits"
     task = Digits(given.seed) if digits else Characters(encode(text(given.text)))
-    for column in harness.choose(given.columns, COLUMNS.split(","), "column"):
+    for column in given.columns.split(","):
         train(column, given.seed, given, task)
     dist.destroy_process_group()
 
@@ -188,6 +202,8 @@ def rows(done: list[dict[str, Any]], columns: list[str]) -> list[dict[str, Any]]
         row |= harness.paired({one["seed"]: one["loss"] for one in mine}, base)
         if mine:
             row["sent_bytes"] = mine[0]["sent_bytes"]
+            drifts = [one["drift"] for one in mine if one["drift"] is not None]
+            row["drift"] = sum(drifts) / len(drifts) if drifts else None
         made.append(row)
     return made
 
@@ -226,10 +242,11 @@ def main() -> None:
             "" if row["column"] == "ddp" else f"{row.get('difference', math.nan):+.3f}",
             "" if row["column"] == "ddp" else f"{row.get('interval', math.nan):.3f}",
             f"{row['sent_bytes'] / 1e3:.1f}",
+            "" if row.get("drift") is None else f"{row['drift']:.2f}",
         ]
         for row in rows(done, columns)
     ]
-    print(harness.show(["", "loss", "difference", "95%", "kB sent per step"], shown))
+    print(harness.show(["", "loss", "difference", "95%", "kB sent per step", "drift"], shown))
 
 
 if __name__ == "__main__":

@@ -556,3 +556,22 @@ def _one_rank(rank: int, _: int, steps: int) -> bool:
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     train(plain, theirs, rank, 0, steps)
     return torch.allclose(weights(net), weights(plain), rtol=0, atol=1e-6)
+
+
+def outer_step(rank: int, size: int) -> list[tuple[float, float]]:
+    """Learning rate and momentum of an average's step, by optimizer and form."""
+    found = []
+    for name, how in (("SGD", {}), ("Muon", {}), ("Muon", {"outer_lr": 0.5}), ("Muon", WHOLE)):
+        net = nn.Linear(8, 8, bias=False)
+        optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.01)
+        given: dict[str, Any] = {"mode": "topk"} if how is WHOLE else how
+        model = local(net, [optimizer], **given)
+        found.append((model.evener.options.outer_lr, model.evener.options.outer_momentum))
+        model.evener.close()
+    return found
+
+
+def test_the_step_of_an_average_suits_the_optimizer_and_the_form() -> None:
+    with mock.patch.dict(os.environ, WHOLE):
+        (found, _) = worlds.run((1, 1), outer_step)
+    assert found == [(0.7, 0.9), (0.9, 0.6), (0.5, 0.6), (1.0, 0.0)]

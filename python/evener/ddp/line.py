@@ -97,8 +97,8 @@ def accelerate(
     runs behind this many of the next steps, below `every`, and its average is applied after them;
     0: the ranks wait for it. EVENER_OVERLAP wins over it. every="auto" chooses both, from what a
     step and an exchange take (`evener.comm.pace`), and rank 0 says what. `outer_lr`,
-    `outer_momentum`: of the step that the average makes; default 0.7 and 0.9, with top-k and low
-    rank 1 and 0. Then `model.evener` is an `evener.comm.rounds.Rounds`. Where EVENER_HUB is set
+    `outer_momentum`: of the step that the average makes; default 0.7 and 0.9, with Muon 0.9 and
+    0.6, with top-k and low rank 1 and 0. Then `model.evener` is an `evener.comm.rounds.Rounds`. Where EVENER_HUB is set
     (`evener launch --join`), this job is one node of several, which average through a hub, and
     `model.evener` an `evener.comm.hub.rounds.NodeRounds`: `steps` says how far all are.
 
@@ -158,19 +158,19 @@ def accelerate(
             bucket_bytes=_BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         )
         say_idle("local steps have no profile", settings.EVENER_PROFILE)
-        # What comes over many rounds is a momentum already: `evener.comm.rounds`.
-        late = bool(forms.described(options.wire).late)
+        several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        optimizers = [one for one in several if one is not None]
+        lr, inertia = _outer_step(options.wire, optimizers)
         options = dataclasses.replace(
             options,
             every=pace.LEAST if local == settings.AUTO else int(local),
             overlap=int(behind or 0),
             auto=local == settings.AUTO,
-            outer_lr=(1.0 if late else 0.7) if outer_lr is None else outer_lr,
-            outer_momentum=(0.0 if late else 0.9) if outer_momentum is None else outer_momentum,
+            outer_lr=lr if outer_lr is None else outer_lr,
+            outer_momentum=inertia if outer_momentum is None else outer_momentum,
         )
-        several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         begin = nodes.start if settings.EVENER_HUB.is_set() else start
-        moved = begin(model, [one for one in several if one is not None], options)
+        moved = begin(model, optimizers, options)
         return moved if given is model else given  # type: ignore[return-value]
     if optimizer is not None:
         optimizer = innermost(optimizer)
@@ -235,6 +235,20 @@ def _of_rounds(
             info0("%s=%s is overruled by %s: %s", name, argument, setting.name, found)
         return found
     return argument
+
+
+def _outer_step(form: str, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[float, float]:
+    """Learning rate and momentum of the step that an average makes, where the user gives none.
+
+    0.7 and 0.9 are DiLoCo's. What comes over many rounds is a momentum already
+    (`evener.comm.rounds`). Muon's steps all have one length, and the changes of its rounds agree
+    less: less momentum is better there (docs/benchmarks/accuracy.md#local-steps).
+    """
+    if forms.described(form).late:
+        return 1.0, 0.0
+    if any("muon" in type(innermost(one)).__name__.lower() for one in optimizers):
+        return 0.9, 0.6
+    return 0.7, 0.9
 
 
 def _bucket_bytes(model: DistributedDataParallel) -> int:
