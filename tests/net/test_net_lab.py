@@ -11,50 +11,16 @@ from threading import Timer
 import pytest
 
 from evener.net import plugin_path
-from evener.tools.bench.net.drive import Job, command, merge
+from evener.tools.bench.net.drive import Job, command
 from evener.tools.lab import Lab, Spec, unavailable
+from tests.net.exchange import ENGINE, exchange, refused_is_skipped
 
 pytestmark = [
     pytest.mark.lab,
     pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
 ]
 
-TIMEOUT = 60.0
-ENGINE = "EVENER_NET_ENGINE"
 each_engine = pytest.mark.parametrize("engine", ["tcp", "udp", "xdp"])
-
-
-def exchange(
-    lab: Lab,
-    seconds: float,
-    *faults: str,
-    env: dict[str, str] | None = None,
-    log: list[str] | None = None,
-) -> list[dict[str, float]]:
-    """What was measured. `log` gets what was said to stderr. Skips where AF_XDP is refused."""
-    job = Job(str(plugin_path()), comms=2, depth=4, sizes="262144", seconds=seconds, verify=True)
-    lines: list[str] = []
-    errors = [] if log is None else log
-    past_kernel = bool(env and env.get(ENGINE) == "xdp")
-    if past_kernel:
-        env = {**(env or {}), "EVENER_DRIVE_LOG": "1"}
-
-    def on_line(rank: int, node: str, stream: str, line: str) -> None:
-        (lines if stream == "stdout" else errors).append(f"{rank}@{node}: {line}"[-500:])
-
-    if faults:
-        lab.schedule(*faults)
-    result = lab.launch(command(job), env=env, timeout=TIMEOUT, on_line=on_line)
-    assert result.ok, (result, errors)
-    if past_kernel:
-        refused_is_skipped(errors)
-    return merge([line.partition(": ")[2] for line in lines])
-
-
-def refused_is_skipped(log: list[str]) -> None:
-    refused = [line for line in log if "UDP is taken" in line]
-    if refused:
-        pytest.skip(f"no AF_XDP here: {refused}")
 
 
 def test_packets_go_past_the_kernel_and_nothing_is_lost() -> None:
