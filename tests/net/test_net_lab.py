@@ -107,30 +107,6 @@ def test_a_lost_carrier_is_noticed_and_comes_back() -> None:
 
 
 @each_engine
-def test_with_no_path_for_too_long_both_ends_get_a_remote_error(engine: str) -> None:
-    job = Job(str(plugin_path()), comms=1, depth=2, sizes="65536", seconds=30.0)
-    said: dict[int, str] = {0: "", 1: ""}
-
-    def on_line(rank: int, node: str, stream: str, line: str) -> None:
-        said[rank] += line + "\n"
-        # Both are connected and at it, however busy the machine is.
-        if "both begin" in line and all("both begin" in text for text in said.values()):
-            for path in ("path0", "path1"):
-                lab.fault(path, "blackhole")
-
-    # The first that fails must not end the other: each has to come to its own error.
-    alone = ["sh", "-c", "trap '' TERM; \"$@\" 2>&1; true", "sh", *command(job)]
-    with Lab(Spec.parse("2x1@100mbit,paths=2,queue=20ms")) as lab:
-        env = {"EVENER_NET_TIMEOUT": "1.5", ENGINE: engine, "EVENER_DRIVE_LOG": "1"}
-        result = lab.launch(alone, env=env, timeout=25.0, on_line=on_line)
-    assert result.ok, result
-    refused_is_skipped(list(said.values()))
-    for text in said.values():
-        # NCCL's ncclRemoteError.
-        assert "test returned 6" in text, said
-
-
-@each_engine
 def test_a_nic_that_goes_away_costs_nothing_but_time(engine: str) -> None:
     with Lab(Spec.parse("2x1@200mbit,nics=2,queue=20ms")) as lab:
         gone = Timer(2.0, lambda: lab.nodes[0].run(["ip", "link", "delete", "eth1"], check=True))
