@@ -11,50 +11,16 @@ from threading import Timer
 import pytest
 
 from evener.net import plugin_path
-from evener.tools.bench.net.drive import Job, command, merge
+from evener.tools.bench.net.drive import Job, command
 from evener.tools.lab import Lab, Spec, unavailable
+from tests.net.exchange import ENGINE, exchange, refused_is_skipped
 
 pytestmark = [
     pytest.mark.lab,
     pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
 ]
 
-TIMEOUT = 60.0
-ENGINE = "EVENER_NET_ENGINE"
 each_engine = pytest.mark.parametrize("engine", ["tcp", "udp", "xdp"])
-
-
-def exchange(
-    lab: Lab,
-    seconds: float,
-    *faults: str,
-    env: dict[str, str] | None = None,
-    log: list[str] | None = None,
-) -> list[dict[str, float]]:
-    """What was measured. `log` gets what was said to stderr. Skips where AF_XDP is refused."""
-    job = Job(str(plugin_path()), comms=2, depth=4, sizes="262144", seconds=seconds, verify=True)
-    lines: list[str] = []
-    errors = [] if log is None else log
-    past_kernel = bool(env and env.get(ENGINE) == "xdp")
-    if past_kernel:
-        env = {**(env or {}), "EVENER_DRIVE_LOG": "1"}
-
-    def on_line(rank: int, node: str, stream: str, line: str) -> None:
-        (lines if stream == "stdout" else errors).append(f"{rank}@{node}: {line}"[-500:])
-
-    if faults:
-        lab.schedule(*faults)
-    result = lab.launch(command(job), env=env, timeout=TIMEOUT, on_line=on_line)
-    assert result.ok, (result, errors)
-    if past_kernel:
-        refused_is_skipped(errors)
-    return merge([line.partition(": ")[2] for line in lines])
-
-
-def refused_is_skipped(log: list[str]) -> None:
-    refused = [line for line in log if "UDP is taken" in line]
-    if refused:
-        pytest.skip(f"no AF_XDP here: {refused}")
 
 
 def test_packets_go_past_the_kernel_and_nothing_is_lost() -> None:
@@ -138,30 +104,6 @@ def test_a_lost_carrier_is_noticed_and_comes_back() -> None:
         for path in directory.glob("*"):
             path.unlink()
         directory.rmdir()
-
-
-@each_engine
-def test_with_no_path_for_too_long_both_ends_get_a_remote_error(engine: str) -> None:
-    job = Job(str(plugin_path()), comms=1, depth=2, sizes="65536", seconds=30.0)
-    said: dict[int, str] = {0: "", 1: ""}
-
-    def on_line(rank: int, node: str, stream: str, line: str) -> None:
-        said[rank] += line + "\n"
-        # Both are connected and at it, however busy the machine is.
-        if "both begin" in line and all("both begin" in text for text in said.values()):
-            for path in ("path0", "path1"):
-                lab.fault(path, "blackhole")
-
-    # The first that fails must not end the other: each has to come to its own error.
-    alone = ["sh", "-c", "trap '' TERM; \"$@\" 2>&1; true", "sh", *command(job)]
-    with Lab(Spec.parse("2x1@100mbit,paths=2,queue=20ms")) as lab:
-        env = {"EVENER_NET_TIMEOUT": "1.5", ENGINE: engine, "EVENER_DRIVE_LOG": "1"}
-        result = lab.launch(alone, env=env, timeout=25.0, on_line=on_line)
-    assert result.ok, result
-    refused_is_skipped(list(said.values()))
-    for text in said.values():
-        # NCCL's ncclRemoteError.
-        assert "test returned 6" in text, said
 
 
 @each_engine

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tests.pages import needs_browser, nothing_is_clipped
 
 from evener.base import settings
 from evener.errors import UsageError
@@ -20,6 +19,7 @@ from evener.net.trace.pcapng import ARRIVED, DECIDED, EVENT, LOST, OPENED, OVER,
 from evener.net.trace.summary import as_json
 from evener.tools.bench.net.drive import Job, command
 from evener.tools.lab import Lab, Spec, unavailable
+from tests.pages import needs_browser, nothing_is_clipped
 
 SECOND = 1_000_000_000
 

@@ -52,7 +52,7 @@ impl Callers {
             listener,
             port: shared.port,
             udp,
-            addresses: shared.nics.iter().map(|nic| nic.address).collect(),
+            addresses: shared.nics().addresses().list,
         }
     }
 

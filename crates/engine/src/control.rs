@@ -12,7 +12,11 @@
 //! to make itself known, more when what *it* sends needs them ([`evener_proto::dial`]), and as many
 //! as the first when there has been no path for [`UNSERVED`]: a firewall may let connections through
 //! in one direction only.
+//!
+//! # Addresses that come later
+//! [`addresses`] takes cards that come up while the job runs, and tells peers of them.
 
+mod addresses;
 mod handshake;
 
 use std::collections::HashMap;
@@ -146,7 +150,8 @@ impl Control {
         } else {
             shared.log(
                 Level::Warn,
-                "the kernel refuses news of links: a lost carrier is found by silence",
+                "the kernel refuses news of links: a lost carrier is found by silence, and cards that \
+                 come later are not used",
             );
         }
         Ok(Control {
@@ -249,8 +254,8 @@ impl Control {
     // ---- peers ----
 
     fn routes(&self, peer: &Peer) -> Vec<Route> {
-        let remotes = lock(&peer.addresses).clone();
-        let nics = &self.shared.nics;
+        let remotes = lock(&peer.addresses).list.clone();
+        let nics = self.shared.nics();
         let count = nics.len().max(remotes.len());
         let mut routes = Vec::new();
         for index in 0..count {
@@ -273,12 +278,15 @@ impl Control {
     fn dialer(&self, peer: &Peer, keeps: bool) -> Dialer {
         let routes = self.routes(peer);
         let seed = self.shared.random();
-        let config = &self.shared.config;
-        // At least one a route, and as many on each.
-        let parts = routes.len().max(1);
-        let first = config.flows.next_multiple_of(parts);
-        let most = config.most_flows.max(first);
+        let (first, most) = self.flows(routes.len());
         Dialer::new(&routes, if keeps { first } else { 1 }, most, seed)
+    }
+
+    /// How many flows there are at the start and at most: at least one a route, and as many on each.
+    fn flows(&self, routes: usize) -> (usize, usize) {
+        let config = &self.shared.config;
+        let first = config.flows.next_multiple_of(routes.max(1));
+        (first, config.most_flows.max(first))
     }
 
     /// The state of a peer that a comm or a greeting asks for.
@@ -435,36 +443,6 @@ impl Control {
         }
     }
 
-    // ---- links ----
-
-    fn links_changed(&mut self) {
-        let Some(changes) = self.links.as_ref().map(LinkWatch::changes) else {
-            return;
-        };
-        // Too many to be told: whatever is gone will be found by silence.
-        let mut back = changes.is_none();
-        for (interface, up) in changes.unwrap_or_default() {
-            let Some(nic) = self.shared.nics.iter().find(|nic| nic.index == interface) else {
-                continue;
-            };
-            if up {
-                back = true;
-            } else {
-                let text = format!("{} lost its carrier: its paths are given up", nic.name);
-                self.shared.log(Level::Info, &text);
-                for worker in &self.shared.workers {
-                    worker.ask_own(StreamTask::InterfaceDown(interface));
-                }
-            }
-        }
-        if back {
-            let now = self.now();
-            for state in self.peers.values_mut() {
-                state.dialer.hurry(now);
-            }
-        }
-    }
-
     // ---- records ----
 
     fn record(&self, last: bool) {
@@ -484,7 +462,7 @@ fn delivered(
     last: &mut HashMap<PathId, (u64, u64)>,
     passed: f64,
 ) -> Vec<Delivered> {
-    let name = shared.peers.get(&key).map(|peer| peer.name());
+    let name = shared.peers.get(&key).map(|peer| peer.name().to_owned());
     let mut all = Vec::new();
     for ((mirror, path), stats) in lock(&shared.paths).live() {
         if *mirror != key.mirror || Some(&stats.peer) != name.as_ref() {

@@ -17,10 +17,15 @@
 //! pad is such a hash as well: the listener needs the other's key to dial back. Addresses that do not
 //! fit the handle come with the greeting and the answer. The bytes that follow are not protected: see
 //! docs/reference/security.md.
+//!
+//! Addresses have an edition, which grows each time that a card of the process comes or changes its
+//! address. It stands where older peers say and expect zeros, so they stay with what they know.
 
 use evener_proto::packet::JobKey;
 use evener_proto::packet::auth::LABELS;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use crate::addresses::Addresses;
 
 /// A process, for as long as it lives.
 pub type ProcessId = [u8; 16];
@@ -42,7 +47,7 @@ pub const ANSWER: usize = 16;
 /// Bytes of an address.
 pub const ADDRESS: usize = 17;
 /// Most addresses of a process.
-pub const MOST_ADDRESSES: usize = crate::nics::MOST;
+pub const MOST_ADDRESSES: usize = crate::addresses::MOST;
 /// Bytes of a tag.
 pub const TAG: usize = 16;
 /// The last byte is the version. 3 had tokens in clear.
@@ -229,7 +234,7 @@ pub struct Greeting {
     /// Place of the NIC in the greeted process' addresses.
     pub remote: u8,
     /// All of its addresses.
-    pub addresses: Vec<IpAddr>,
+    pub addresses: Addresses,
 }
 
 fn emit_addresses(addresses: &[IpAddr], bytes: &mut Vec<u8>) {
@@ -267,7 +272,8 @@ pub fn tag_of(greeting: &[u8]) -> [u8; TAG] {
 impl Greeting {
     /// As bytes.
     pub fn emit(&self, key: &JobKey) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(GREETING + ADDRESS * self.addresses.len() + TAG);
+        let Addresses { edition, list } = &self.addresses;
+        let mut bytes = Vec::with_capacity(GREETING + ADDRESS * list.len() + TAG);
         bytes.extend_from_slice(&MAGIC);
         bytes.extend_from_slice(&self.to);
         bytes.extend_from_slice(&self.from);
@@ -275,9 +281,10 @@ impl Greeting {
         bytes.extend_from_slice(&self.port.to_le_bytes());
         bytes.extend_from_slice(&[0, 0]);
         bytes.extend_from_slice(&self.path.to_le_bytes());
-        let count = self.addresses.len().min(MOST_ADDRESSES) as u8;
-        bytes.extend_from_slice(&[self.local, self.remote, count, 0, 0, 0, 0, 0]);
-        emit_addresses(&self.addresses, &mut bytes);
+        let count = list.len().min(MOST_ADDRESSES) as u8;
+        bytes.extend_from_slice(&[self.local, self.remote, count, 0]);
+        bytes.extend_from_slice(&edition.to_le_bytes());
+        emit_addresses(list, &mut bytes);
         sealed(bytes, key, OF_GREETING, &[])
     }
 
@@ -301,7 +308,10 @@ impl Greeting {
             path: u64::from_le_bytes(array(body, 60)?),
             local: body[68],
             remote: body[69],
-            addresses: parse_addresses(&body[GREETING..])?,
+            addresses: Addresses {
+                edition: u32::from_le_bytes(array(body, 72)?),
+                list: parse_addresses(&body[GREETING..])?,
+            },
         })
     }
 }
@@ -310,17 +320,19 @@ impl Greeting {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     /// All of its addresses.
-    pub addresses: Vec<IpAddr>,
+    pub addresses: Addresses,
 }
 
 impl Answer {
     /// As bytes.
     pub fn emit(&self, key: &JobKey, met: &Met) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(ANSWER + ADDRESS * self.addresses.len() + TAG);
+        let Addresses { edition, list } = &self.addresses;
+        let mut bytes = Vec::with_capacity(ANSWER + ADDRESS * list.len() + TAG);
         bytes.extend_from_slice(&MAGIC);
-        let count = self.addresses.len().min(MOST_ADDRESSES) as u8;
-        bytes.extend_from_slice(&[0, count, 0, 0, 0, 0, 0, 0]);
-        emit_addresses(&self.addresses, &mut bytes);
+        let count = list.len().min(MOST_ADDRESSES) as u8;
+        bytes.extend_from_slice(&[0, count, 0, 0]);
+        bytes.extend_from_slice(&edition.to_le_bytes());
+        emit_addresses(list, &mut bytes);
         sealed(bytes, key, OF_ANSWER, &met.parts())
     }
 
@@ -337,7 +349,10 @@ impl Answer {
         }
         let body = opened(bytes, key, OF_ANSWER, &met.parts())?;
         Some(Answer {
-            addresses: parse_addresses(&body[ANSWER..])?,
+            addresses: Addresses {
+                edition: u32::from_le_bytes(array(body, 12)?),
+                list: parse_addresses(&body[ANSWER..])?,
+            },
         })
     }
 }
@@ -374,8 +389,9 @@ mod tests {
         #[test]
         fn two_ends_with_one_key_meet_and_say_no_key(
             names: [[u8; 16]; 6], port: u16, path: u64, bit: usize,
-            addresses in prop::collection::vec(address(), 0..MOST_ADDRESSES),
+            list in prop::collection::vec(address(), 0..MOST_ADDRESSES), edition: u32,
         ) {
+            let addresses = Addresses { edition, list };
             let [token, own, to, from, random, other] = names;
             let (key, wrong) = (JobKey::new(token), JobKey::new(other));
             let greeting = Greeting {

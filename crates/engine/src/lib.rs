@@ -16,6 +16,7 @@
 //! nor control: slots, comms, listeners and the public face are the same for both. Which one a comm goes
 //! over is decided when it connects ([`Choice`]).
 
+pub mod addresses;
 mod callers;
 pub mod comm;
 pub mod config;
@@ -65,7 +66,7 @@ use inbox::Inbox;
 use lock::lock;
 pub use log::{Level, Log};
 use news::News;
-use nics::Nic;
+use nics::Nics;
 use shared::Shared;
 pub use slots::{Slot, Status};
 pub use sys::Memory;
@@ -169,7 +170,7 @@ impl Engine {
             config,
             process,
             token,
-            nics,
+            nics: Mutex::new(Arc::new(Nics::new(nics))),
             port,
             congestion,
             workers: inboxes(streams)?,
@@ -199,21 +200,9 @@ impl Engine {
             let instance = instance.map_err(|e| Error::System("epoll", e))?;
             engine.spawn(format!("evener-udp-{index}"), move || instance.run())?;
         }
-        if let Some((nic, error)) = nics::unsteered(&shared.nics) {
-            shared.log(
-                Level::Warn,
-                &format!(
-                    "no socket can be bound to {} ({error}): NICs of one subnet all send by the \
-                     one that the routing table names",
-                    nic.name
-                ),
-            );
-        }
-        let nics: Vec<String> = shared
-            .nics
-            .iter()
-            .map(|nic| format!("{} {} ({} Mb/s)", nic.name, nic.address, nic.speed))
-            .collect();
+        let nics = shared.nics();
+        shared.say_unsteered(&nics);
+        let nics: Vec<String> = nics.iter().map(ToString::to_string).collect();
         shared.log(
             Level::Info,
             &format!(
@@ -285,8 +274,8 @@ impl Engine {
     }
 
     /// The NICs in use.
-    pub fn nics(&self) -> &[Nic] {
-        &self.shared.nics
+    pub fn nics(&self) -> Arc<Nics> {
+        self.shared.nics()
     }
 
     /// Whether a thread has died: nothing will complete.

@@ -4,13 +4,16 @@
 //! exact names, `^` for all but these. EVENER_NET_IFNAME has the same form and goes first. Without
 //! either: all that run, less loopback, container bridges and link-local addresses; loopback only
 //! where there is nothing else. A driver is never looked at: a pod's eth0 is a veth.
+//!
+//! Cards may come later, or get another address ([`Nics::look_again`]). Each keeps its place in the list,
+//! by which both ends call it; one that has gone keeps its place as well, in case it comes back.
 
+use std::fmt;
 use std::net::IpAddr;
+use std::ops::Deref;
 
+use crate::addresses::{Addresses, MOST};
 use crate::sys::Interface;
-
-/// Most NICs of one node.
-pub const MOST: usize = 16;
 
 /// A NIC that carries traffic.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,11 +30,100 @@ pub struct Nic {
     pub known: bool,
 }
 
+impl fmt::Display for Nic {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{} {} ({} Mb/s)", self.name, self.address, self.speed)
+    }
+}
+
 impl Nic {
     /// Where the card is in sysfs; None where there is none.
     pub fn pci_path(&self) -> Option<String> {
         let path = std::fs::canonicalize(format!("/sys/class/net/{}/device", self.name)).ok()?;
         Some(path.to_str()?.to_owned())
+    }
+}
+
+/// The NICs in use.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Nics {
+    list: Vec<Nic>,
+    /// How often the list has changed.
+    edition: u32,
+}
+
+impl Deref for Nics {
+    type Target = [Nic];
+
+    fn deref(&self) -> &[Nic] {
+        &self.list
+    }
+}
+
+/// What [`Nics::look_again`] has found.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Change {
+    /// Its place in the list.
+    pub place: usize,
+    /// What was there: where a card has another address, or is another one of the same name.
+    pub was: Option<Nic>,
+}
+
+impl Nics {
+    /// Those of the start.
+    pub fn new(list: Vec<Nic>) -> Nics {
+        Nics { list, edition: 0 }
+    }
+
+    /// What peers are told.
+    pub fn addresses(&self) -> Addresses {
+        Addresses {
+            edition: self.edition,
+            list: self.list.iter().map(|nic| nic.address).collect(),
+        }
+    }
+
+    /// The list and what is new in it, out of all addresses of now; `None` where nothing is.
+    pub fn look_again(
+        &self,
+        all: &[Interface],
+        rule: Option<&str>,
+        family: Family,
+    ) -> Option<(Nics, Vec<Change>)> {
+        let loopback = |nic: &Nic| nic.address.is_loopback();
+        // Where there was nothing else, all peers are on this machine.
+        if rule.is_none() && self.list.iter().all(loopback) {
+            return None;
+        }
+        let mut list = self.list.clone();
+        let mut changes = Vec::new();
+        for nic in choose(all, rule, family) {
+            if rule.is_none() && loopback(&nic) {
+                continue; // Nothing else is there just now.
+            }
+            let same = |one: &Nic| one.name == nic.name || one.index == nic.index;
+            match list.iter().position(same) {
+                None if list.len() < MOST => {
+                    let place = list.len();
+                    changes.push(Change { place, was: None });
+                    list.push(nic);
+                }
+                None => {}
+                Some(place) => {
+                    let was = &list[place];
+                    let stays = (&was.name, was.index) == (&nic.name, nic.index)
+                        && all
+                            .iter()
+                            .any(|one| (one.index, one.address) == (was.index, was.address));
+                    if !stays {
+                        let was = Some(std::mem::replace(&mut list[place], nic));
+                        changes.push(Change { place, was });
+                    }
+                }
+            }
+        }
+        let edition = self.edition.wrapping_add(1);
+        (!changes.is_empty()).then_some((Nics { list, edition }, changes))
     }
 }
 
@@ -203,6 +295,60 @@ mod tests {
     fn loopback_is_used_where_there_is_nothing_else() {
         let nics = choose(&[interface("lo", 1, "127.0.0.1")], None, Family::Any);
         assert_eq!(nics[0].name, "lo");
+    }
+
+    /// As at the start, then with these addresses: what is new, and the list.
+    fn later(rule: Option<&str>, first: &[Interface], then: &[Interface]) -> (Vec<Change>, Nics) {
+        let nics = Nics::new(choose(first, rule, Family::Any));
+        match nics.look_again(then, rule, Family::Any) {
+            Some((nics, changes)) => (changes, nics),
+            None => (Vec::new(), nics),
+        }
+    }
+
+    #[test]
+    fn a_card_that_comes_later_gets_a_place_and_keeps_it() {
+        let (lo, eth0) = (
+            interface("lo", 1, "127.0.0.1"),
+            interface("eth0", 2, "10.0.0.1"),
+        );
+        let eth1 = interface("eth1", 3, "10.1.0.1");
+        let down = Interface {
+            running: false,
+            ..eth1.clone()
+        };
+        let start = [lo.clone(), eth0.clone(), down];
+        let all = [lo.clone(), eth0.clone(), eth1.clone()];
+        let (changes, nics) = later(None, &start, &all);
+        let place = |place| Change { place, was: None };
+        assert_eq!(changes, [place(1)]);
+        assert_eq!(nics.addresses().edition, 1);
+        let addresses = [eth0.address, eth1.address];
+        assert_eq!(nics.addresses().list, addresses);
+        // Gone, and back as it was: nothing is new.
+        for now in [&start[..], &all[..], std::slice::from_ref(&lo)] {
+            assert_eq!(nics.look_again(now, None, Family::Any), None);
+        }
+        // What the rule does not take, and who has loopback alone.
+        assert!(later(Some("=eth0"), &start, &all).0.is_empty());
+        assert!(later(None, &[lo], &all).0.is_empty());
+    }
+
+    #[test]
+    fn an_address_that_changes_takes_the_place_of_the_former() {
+        let eth0 = interface("eth0", 2, "10.0.0.1");
+        let other = interface("eth0", 2, "10.0.0.9");
+        let start = [interface("eth1", 3, "10.1.0.1"), eth0.clone()];
+        let both = [start[0].clone(), eth0, other.clone()];
+        assert!(later(None, &start, &both).0.is_empty());
+        let (changes, nics) = later(None, &start, &[start[0].clone(), other.clone()]);
+        let was = changes[0].was.as_ref().map(|nic| nic.address);
+        assert_eq!((changes[0].place, was), (0, Some(start[1].address)));
+        assert_eq!(nics[0].address, other.address);
+        // A card that was deleted and made anew has another number.
+        let anew = interface("eth0", 7, "10.0.0.1");
+        let (changes, nics) = later(None, &start, &[anew]);
+        assert_eq!((changes.len(), nics.len(), nics[0].index), (1, 2, 7));
     }
 
     #[test]

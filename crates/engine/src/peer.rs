@@ -4,9 +4,9 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex};
 
+use crate::addresses::Addresses;
 use crate::hello::ProcessId;
 use crate::link::{Link, Traffic};
-use crate::lock::lock;
 
 /// What a connection is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -44,7 +44,9 @@ pub struct Peer {
     /// The worker that takes its comms' requests.
     pub home: usize,
     /// Its addresses, as far as known.
-    pub addresses: Mutex<Vec<IpAddr>>,
+    pub addresses: Mutex<Addresses>,
+    /// For people, and in statistics: its first address when it was new.
+    name: String,
     /// Who uses it: comms, offers of comms, connections on their way ([`Claim`]).
     pub claims: AtomicUsize,
     /// Connections.
@@ -95,12 +97,25 @@ impl Peer {
         addresses: Vec<IpAddr>,
         link: Link,
     ) -> Peer {
+        let id: String = key.process[..3]
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        let name = match addresses.first() {
+            Some(address) => format!("{address}:{port} ({id})"),
+            None => id,
+        };
+        let addresses = Addresses {
+            edition: 0,
+            list: addresses,
+        };
         Peer {
             key,
             token,
             port,
             home,
             addresses: Mutex::new(addresses),
+            name,
             claims: AtomicUsize::new(0),
             connections: AtomicUsize::new(0),
             traffic: link.traffic().clone(),
@@ -109,16 +124,8 @@ impl Peer {
         }
     }
 
-    /// For people: the first address.
-    pub fn name(&self) -> String {
-        let addresses = lock(&self.addresses);
-        let id: String = self.key.process[..3]
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect();
-        match addresses.first() {
-            Some(address) => format!("{address}:{} ({id})", self.port),
-            None => id,
-        }
+    /// For people, and in statistics: it stays when the addresses change.
+    pub fn name(&self) -> &str {
+        &self.name
     }
 }

@@ -87,7 +87,7 @@ fn of_paths(shared: &Shared) -> (Vec<String>, Vec<String>, Vec<String>) {
         of_path(&one.path, "ended", &more)
     };
     (
-        shared.nics.iter().map(device).collect(),
+        shared.nics().iter().map(device).collect(),
         paths.live().map(|(_, stats)| live(stats)).collect(),
         paths.ended().map(ended).collect(),
     )
@@ -116,7 +116,7 @@ pub fn json(shared: &Shared) -> String {
             format!(
                 "{{\"peer\":{},\"connections\":{},\"comms\":{},\"under_way\":{},\"trials\":{},\
                  \"gains\":{},\"rerolls\":{},\"best_rate\":{},\"late\":{},\"took_us_log2\":{}}}",
-                text(&peer.name()),
+                text(peer.name()),
                 peer.connections.load(Relaxed),
                 peer.claims.load(Relaxed),
                 peer.traffic.under_way[0].load(Relaxed) + peer.traffic.under_way[1].load(Relaxed),

@@ -15,7 +15,7 @@ use crate::link::Link;
 use crate::lock::lock;
 use crate::log::{Level, Log};
 use crate::news::News;
-use crate::nics::Nic;
+use crate::nics::{self, Nics};
 use crate::packets::Packets;
 use crate::paths::Paths;
 use crate::peer::{Peer, PeerKey, Transport};
@@ -29,7 +29,7 @@ pub struct Shared {
     pub(crate) config: Config,
     pub(crate) process: ProcessId,
     pub(crate) token: [u8; 16],
-    pub(crate) nics: Vec<Nic>,
+    pub(crate) nics: Mutex<Arc<Nics>>,
     pub(crate) port: u16,
     pub(crate) congestion: Option<String>,
     /// Of the workers of TCP.
@@ -68,7 +68,7 @@ impl Shared {
             config: Config::default(),
             process: [0; 16],
             token: [0; 16],
-            nics: Vec::new(),
+            nics: Mutex::default(),
             port: 0,
             congestion: None,
             workers: Vec::new(),
@@ -98,6 +98,23 @@ impl Shared {
 
     pub(crate) fn log(&self, level: Level, text: &str) {
         (self.log)(level, text);
+    }
+
+    /// The NICs of now.
+    pub(crate) fn nics(&self) -> Arc<Nics> {
+        lock(&self.nics).clone()
+    }
+
+    /// Warns where sockets cannot be bound to each of several NICs.
+    pub(crate) fn say_unsteered(&self, nics: &Nics) {
+        if let Some((nic, error)) = nics::unsteered(nics) {
+            let text = format!(
+                "no socket can be bound to {} ({error}): NICs of one subnet all send by the one that \
+                 the routing table names",
+                nic.name
+            );
+            self.log(Level::Warn, &text);
+        }
     }
 
     /// Whether a thread has died, or all have stopped.

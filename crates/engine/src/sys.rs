@@ -15,7 +15,7 @@ mod publish;
 mod sockets;
 
 pub use self::epoll::{Epoll, Ready, Waker};
-pub use self::interfaces::{Interface, LinkWatch, interfaces};
+pub use self::interfaces::{Interface, LinkChange, LinkWatch, interfaces};
 pub use self::publish::publish;
 pub use self::sockets::{
     PIECES, TcpInfo, congestion, network_error, receive, send, set_congestion, set_errors_told,

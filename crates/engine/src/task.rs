@@ -53,8 +53,8 @@ pub enum StreamTask {
     Give(Arc<Peer>, usize),
     /// A peer's process has ended.
     Ended(Arc<Peer>),
-    /// An interface lost its carrier.
-    InterfaceDown(u32),
+    /// Connections of an interface are dead, and why.
+    InterfaceDown(u32, &'static str),
 }
 
 /// What instances of UDP do besides: a peer that has this process' token wants a connection.

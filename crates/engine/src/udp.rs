@@ -69,8 +69,9 @@ fn mtu(nic: &Nic) -> usize {
 
 /// What a connection is made with.
 fn config(shared: &Shared) -> Config {
-    let least = shared.nics.iter().map(mtu).min().unwrap_or(1500);
-    let v6 = shared.nics.iter().any(|nic| nic.address.is_ipv6());
+    let nics = shared.nics();
+    let least = nics.iter().map(mtu).min().unwrap_or(1500);
+    let v6 = nics.iter().any(|nic| nic.address.is_ipv6());
     let headers = if v6 { 48 } else { 28 };
     let used = shared.config.flows.clamp(1, 128);
     Config {

@@ -405,12 +405,12 @@ impl Worker {
                 };
                 self.apply(&peer, effects);
             }
-            StreamTask::InterfaceDown(interface) => {
+            StreamTask::InterfaceDown(interface, why) => {
                 for index in 0..self.conns.len() {
                     if let Some(conn) = &self.conns[index]
                         && conn.interface == interface
                     {
-                        self.lose(index, "its interface lost the carrier");
+                        self.lose(index, why);
                     }
                 }
             }

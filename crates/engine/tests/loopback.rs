@@ -8,6 +8,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use evener_engine::addresses::Addresses;
 use evener_engine::comm::Comm;
 use evener_engine::hello::{Answer, CHALLENGE, GREETING, Greeting, Handle, Met, PROOF, tag_of};
 use evener_engine::{Choice, Config, Engine, Error, Memory, Slot, Status};
@@ -297,7 +298,7 @@ fn strangers_are_closed_in_time_and_hear_nothing() {
         path: 1,
         local: 0,
         remote: 0,
-        addresses: Vec::new(),
+        addresses: Addresses::default(),
     };
     let greeting = greeting.emit(&JobKey::new([7; 16]));
     let connect = || TcpStream::connect(("127.0.0.1", b.port())).unwrap();
@@ -344,7 +345,7 @@ fn a_peer_that_speaks_nonsense_stops_nothing() {
             path: round,
             local: 0,
             remote: 200,
-            addresses: Vec::new(),
+            addresses: Addresses::default(),
         };
         let mut peer = TcpStream::connect(("127.0.0.1", b.port())).unwrap();
         let (key, said) = (
@@ -593,7 +594,10 @@ impl Slow {
         stream.read_exact(&mut proof).unwrap();
         assert!(met.of_proof(&proof, &key).is_some());
         let answer = Answer {
-            addresses: vec!["127.0.0.1".parse().unwrap()],
+            addresses: Addresses {
+                edition: 0,
+                list: vec!["127.0.0.1".parse().unwrap()],
+            },
         };
         stream.write_all(&answer.emit(&key, &met)).unwrap();
         let mut slow = Slow { stream };

@@ -219,6 +219,42 @@ impl Dialer {
         z ^ (z >> 31)
     }
 
+    /// There are these routes as well, or instead: each new one gets `flows.0`, and there are at most
+    /// `flows.1` in all. The flows of others stay, since they may be what carries.
+    pub fn widen(&mut self, routes: &[Route], flows: (usize, usize), now: Duration) {
+        for route in routes {
+            if !self.routes.contains(route) {
+                self.routes.push(*route);
+                for _ in 0..flows.0 {
+                    self.add(*route, now);
+                }
+            }
+        }
+        self.most = self.most.max(flows.1);
+    }
+
+    /// There is something that only the first words on a connection say: over each route a flow is
+    /// dialled, which takes the place of one that is up. Where one waits to be dialled, it will say it.
+    pub fn greet_again(&mut self, now: Duration) {
+        for route in self.routes.clone() {
+            let mut flows = self.flows.iter().filter(|(_, flow)| flow.route == route);
+            if flows
+                .clone()
+                .any(|(_, flow)| matches!(flow.state, State::Waiting(_)))
+            {
+                continue;
+            }
+            let up = flows.find_map(|(id, flow)| match flow.state {
+                State::Up(path) => Some((*id, path)),
+                _ => None,
+            });
+            let (id, entropy) = (self.add(route, now), self.random());
+            if let Some(flow) = self.flows.get_mut(&id) {
+                (flow.entropy, flow.comeback_of) = (entropy, up);
+            }
+        }
+    }
+
     /// What is due now.
     pub fn orders(&mut self, now: Duration) -> Vec<Order> {
         self.forget_comebacks(now);

@@ -38,8 +38,10 @@ impl Control {
     ) -> std::io::Result<()> {
         let none = || std::io::Error::from(std::io::ErrorKind::AddrNotAvailable);
         let state = self.peers.get(&key).ok_or_else(none)?;
-        let nic = self.shared.nics.get(route.local).ok_or_else(none)?;
+        let nics = self.shared.nics();
+        let nic = nics.get(route.local).ok_or_else(none)?;
         let remote = lock(&state.peer.addresses)
+            .list
             .get(route.remote)
             .copied()
             .ok_or_else(none)?;
@@ -110,7 +112,7 @@ impl Control {
         if let Some(name) = &self.shared.congestion {
             let _ = sys::set_congestion(fd, name);
         }
-        if self.shared.nics.len() > 1
+        if self.shared.nics().len() > 1
             && !peer.is_loopback()
             && let Some(nic) = nic
         {
@@ -210,7 +212,8 @@ impl Control {
             let now = self.now();
             if let Some(state) = self.peers.get_mut(&peer) {
                 state.dialer.failed(flow, now);
-                let nic = self.shared.nics.get(route.local);
+                let nics = self.shared.nics();
+                let nic = nics.get(route.local);
                 let nic = nic.map_or("?", |nic| nic.name.as_str());
                 let name = state.peer.name();
                 let text = format!("no connection from {nic} to {name}: {why}; trying again");
@@ -271,7 +274,7 @@ impl Control {
             path: path.0,
             local: route.local as u8,
             remote: route.remote as u8,
-            addresses: self.shared.nics.iter().map(|nic| nic.address).collect(),
+            addresses: self.shared.nics().addresses(),
         };
         let bytes = greeting.emit(&JobKey::new(state.peer.token));
         *said = Said::Greeting(tag_of(&bytes));
@@ -397,13 +400,9 @@ impl Control {
                 state.dialer.connected(flow, path, now);
                 state.refused = None;
                 let peer = state.peer.clone();
-                {
-                    let mut known = lock(&peer.addresses);
-                    if answer.addresses.len() > known.len() {
-                        *known = answer.addresses;
-                    }
-                }
-                let nic = self.shared.nics.get(route.local);
+                self.learn(peer.key, &answer.addresses);
+                let nics = self.shared.nics();
+                let nic = nics.get(route.local);
                 let nic = nic.map(|nic| (nic.name.clone(), nic.index));
                 self.hand_over(shake.socket, Claim::of(&peer), path, nic, true);
             }
@@ -427,22 +426,19 @@ impl Control {
             transport: Transport::Tcp,
             connection: 0,
         };
-        let peer = shared.peer(key, token, greeting.port, &greeting.addresses, None);
+        let said = &greeting.addresses;
+        let peer = shared.peer(key, token, greeting.port, &said.list, None);
         let path = PathId(greeting.path);
-        {
-            let mut known = lock(&peer.addresses);
-            if greeting.addresses.len() > known.len() {
-                known.clone_from(&greeting.addresses);
-            }
-        }
+        self.learn(key, said);
         self.want(key);
-        let nic = shared.nics.get(usize::from(greeting.remote));
+        let nics = shared.nics();
+        let nic = nics.get(usize::from(greeting.remote));
         let nic = nic.map(|nic| (nic.name.clone(), nic.index));
         let from = socket.peer_addr()?.as_socket();
         let ip = from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip());
         self.prepare(&socket, nic.as_ref().map(|nic| nic.0.as_str()), &ip);
         let answer = Answer {
-            addresses: shared.nics.iter().map(|nic| nic.address).collect(),
+            addresses: shared.nics().addresses(),
         };
         say(&socket, &answer.emit(&JobKey::new(shared.token), met))?;
         self.hand_over(socket, peer, path, nic, false);
@@ -468,7 +464,7 @@ impl Control {
             .and_then(|address| address.as_socket())
             .map_or(0, |address| address.port());
         let (name, interface) = nic.unwrap_or_default();
-        let stats = Arc::new(PathStats::new(name, port, peer.name()));
+        let stats = Arc::new(PathStats::new(name, port, peer.name().to_owned()));
         let fd = OwnedFd::from(socket);
         self.shared.workers[peer.home].ask_own(StreamTask::Connect {
             peer,

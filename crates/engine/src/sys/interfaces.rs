@@ -1,4 +1,4 @@
-//! The machine's interfaces: their addresses, and when a link goes up or down.
+//! The machine's interfaces: their addresses, and when a link goes up or down or an address changes.
 
 #![allow(unsafe_code, reason = "this file is a boundary to the kernel")]
 
@@ -64,12 +64,21 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
     }
 }
 
-/// Hears from the kernel (rtnetlink) when an interface gains or loses its carrier.
+/// What the kernel has said.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LinkChange {
+    /// The interface of this number is running now, or is not.
+    Running(u32, bool),
+    /// Some interface has got an address, or lost one.
+    Address,
+}
+
+/// Hears from the kernel (rtnetlink) when an interface gains or loses its carrier or an address.
 #[derive(Debug)]
 pub struct LinkWatch(OwnedFd);
 
 impl LinkWatch {
-    /// Subscribes to changes of links.
+    /// Subscribes to changes of links and addresses.
     pub fn new() -> io::Result<LinkWatch> {
         // SAFETY: the descriptor is new and ours; `address` lives through bind.
         unsafe {
@@ -78,7 +87,8 @@ impl LinkWatch {
             let fd = OwnedFd::from_raw_fd(fd);
             let mut address: libc::sockaddr_nl = zeroed();
             address.nl_family = libc::AF_NETLINK as libc::sa_family_t;
-            address.nl_groups = libc::RTMGRP_LINK as u32;
+            let groups = libc::RTMGRP_LINK | libc::RTMGRP_IPV4_IFADDR | libc::RTMGRP_IPV6_IFADDR;
+            address.nl_groups = groups as u32;
             check(libc::bind(
                 fd.as_raw_fd(),
                 (&raw const address).cast(),
@@ -93,9 +103,8 @@ impl LinkWatch {
         self.0.as_raw_fd()
     }
 
-    /// The changes since the last call: interface number, and whether it is running now. `None`
-    /// where some were lost: look at all interfaces.
-    pub fn changes(&self) -> Option<Vec<(u32, bool)>> {
+    /// The changes since the last call. `None` where some were lost: look at all interfaces.
+    pub fn changes(&self) -> Option<Vec<LinkChange>> {
         let mut changes = Vec::new();
         let mut buffer = [0u8; 8192];
         loop {
@@ -107,18 +116,22 @@ impl LinkWatch {
             };
             let mut rest = &buffer[..got];
             // nlmsghdr: length u32, type u16, flags u16, sequence u32, pid u32; then ifinfomsg:
-            // family u8, pad u8, type u16, index i32, flags u32, change u32.
+            // family u8, pad u8, type u16, index i32, flags u32, change u32. That of an address is
+            // shorter, and has the address behind it.
             while rest.len() >= 32 {
                 let word = |at: usize| {
                     u32::from_ne_bytes([rest[at], rest[at + 1], rest[at + 2], rest[at + 3]])
                 };
                 let (length, kind) = (word(0) as usize, u16::from_ne_bytes([rest[4], rest[5]]));
                 let flags = word(24) as libc::c_int;
-                if kind == libc::RTM_NEWLINK {
-                    let up = libc::IFF_UP | libc::IFF_RUNNING;
-                    changes.push((word(20), flags & up == up));
-                } else if kind == libc::RTM_DELLINK {
-                    changes.push((word(20), false));
+                let up = libc::IFF_UP | libc::IFF_RUNNING;
+                match kind {
+                    libc::RTM_NEWLINK => {
+                        changes.push(LinkChange::Running(word(20), flags & up == up));
+                    }
+                    libc::RTM_DELLINK => changes.push(LinkChange::Running(word(20), false)),
+                    libc::RTM_NEWADDR | libc::RTM_DELADDR => changes.push(LinkChange::Address),
+                    _ => {}
                 }
                 let step = length.next_multiple_of(4);
                 if length < 16 || step >= rest.len() {

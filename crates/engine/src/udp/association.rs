@@ -383,7 +383,7 @@ impl Association {
             Event::Connected => ring.add(Record::Opened {
                 at,
                 connection: (own, self.connection.peer_number()),
-                peer: self.peer.name(),
+                peer: self.peer.name().to_owned(),
             }),
             Event::Over(why) => ring.add(Record::Over {
                 at,

@@ -112,7 +112,7 @@ impl Cards {
             }
         };
         let mut all = Vec::new();
-        for nic in &shared.nics {
+        for nic in shared.nics().iter() {
             let loopback = nic.address.is_loopback();
             let (address, refused) = match nic.address {
                 IpAddr::V4(address) => (address, unfit(nic, loopback)),

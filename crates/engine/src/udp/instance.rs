@@ -447,9 +447,9 @@ impl Instance {
                 let own = own()?;
                 let (key, now) = (JobKey::new(peer.token), self.now());
                 let connection = Connection::connect(config(&self.shared), key, own, now);
-                let addresses = lock(&peer.addresses).clone();
+                let addresses = lock(&peer.addresses).list.clone();
                 let port = peer.port;
-                let nics = &self.shared.nics;
+                let nics = self.shared.nics();
                 let reaches =
                     |ip: &&IpAddr| nics.iter().any(|nic| nic.address.is_ipv4() == ip.is_ipv4());
                 let remotes = addresses.iter().filter(reaches);

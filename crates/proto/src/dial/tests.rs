@@ -104,6 +104,69 @@ fn one_that_ends_soon_each_time_is_dialled_less_and_less_often() {
     assert!(dials(&dialer.orders(now)).contains(&one));
 }
 
+/// What flow goes over what route now; those that are up have the number of their flow as a path.
+fn connect_all(dialer: &mut Dialer, now: Duration) -> (Vec<Route>, Vec<PathId>) {
+    let (mut dialled, mut closed) = (Vec::new(), Vec::new());
+    for order in dialer.orders(now) {
+        match order {
+            Order::Dial { flow, route, .. } => {
+                dialer.connected(flow, PathId(flow), now);
+                dialled.push(route);
+            }
+            Order::Close(path) => closed.push(path),
+        }
+    }
+    dialled.sort_by_key(|route| (route.local, route.remote));
+    (dialled, closed)
+}
+
+#[test]
+fn a_route_that_comes_later_gets_flows_and_takes_none() {
+    let second = Route {
+        local: 1,
+        remote: 1,
+    };
+    let mut dialer = Dialer::new(&[ROUTE], 4, 8, 1);
+    connect_all(&mut dialer, Duration::ZERO);
+    let now = Duration::from_secs(1);
+    dialer.widen(&[ROUTE, second], (2, 8), now);
+    assert_eq!(connect_all(&mut dialer, now), (vec![second; 2], vec![]));
+    dialer.widen(&[ROUTE, second], (2, 8), now);
+    assert_eq!(connect_all(&mut dialer, now), (vec![], vec![]));
+    assert_eq!(dialer.up(), 6);
+}
+
+#[test]
+fn who_greets_again_dials_each_route_once_and_keeps_as_many_flows() {
+    let second = Route {
+        local: 1,
+        remote: 0,
+    };
+    let mut dialer = Dialer::new(&[ROUTE, second], 4, 8, 1);
+    connect_all(&mut dialer, Duration::ZERO);
+    let mut now = Duration::from_secs(1);
+    dialer.greet_again(now);
+    assert_eq!(connect_all(&mut dialer, now).0, [ROUTE, second]);
+    let closed = connect_all(&mut dialer, now).1;
+    assert_eq!((closed.len(), dialer.up()), (2, 4));
+    // One that waits to be dialled will say it.
+    for path in 1..20 {
+        dialer.down(PathId(path), now);
+    }
+    dialer.greet_again(now);
+    now += Duration::from_secs(1);
+    dialer.hurry(now);
+    connect_all(&mut dialer, now);
+    assert_eq!(dialer.up(), 4);
+    // The side that has one flow has others to say it over.
+    let mut other = Dialer::new(&[ROUTE, second], 1, 8, 1);
+    connect_all(&mut other, Duration::ZERO);
+    other.greet_again(now);
+    assert_eq!(connect_all(&mut other, now).0, [ROUTE, second]);
+    connect_all(&mut other, now);
+    assert_eq!(other.up(), 2);
+}
+
 #[test]
 fn after_a_repair_every_path_has_the_flows_that_it_had() {
     for seed in 0..50 {

@@ -59,6 +59,8 @@ pub enum Fate {
     Lost(Cause),
     /// It asked for no acknowledgement.
     Mute,
+    /// It asks whether a path answers again that was dropped: nobody waits for it.
+    Asking,
 }
 
 /// Packets that went over one path at once, up to one of them.
@@ -139,7 +141,7 @@ impl Unconfirmed {
         while let Some(sent) = self.packets.front() {
             match sent.fate {
                 Fate::Flying => break,
-                Fate::Lost(_) if sent.at > before => break,
+                Fate::Lost(_) | Fate::Asking if sent.at > before => break,
                 _ => {}
             }
             self.packets.pop_front();

@@ -5,7 +5,9 @@
 //! stays in use (REPS, arXiv 2407.21625, recycles what came back clean in the same way); one that is
 //! silent is *suspect*: it gets a probe and no bytes. Silent again, it is dropped for one that was not
 //! used for the longest time (as PLB, SIGCOMM 2022, re-rolls a flow's hash), and comes back into the
-//! pool behind all others.
+//! pool behind all others. One that had carried before is asked now and then whether it answers
+//! again, and then takes back its place from the one that stands in for it. So after a repair a route has
+//! the paths that it had; else all would stay on the routes that were left.
 //!
 //! Which path is next: the one whose window is the least full. A path that a hash put beside many
 //! others, or on a slow link, has a small window ([`congestion`](super::congestion)), so bytes go where
@@ -31,6 +33,11 @@ const BURST: u32 = 44;
 /// Acknowledgements ask for none themselves, so nobody would see that their path is dead. Every this many
 /// there is one that asks.
 const ASKS_EVERY: u64 = 16;
+
+/// Between two looks whether a dropped path answers again: at first, and after more of them by doubling.
+const LOOK: Duration = Duration::from_millis(250);
+/// Looks until the time between them doubles, and how often it does.
+const LOOKS: (u32, u32) = (8, 4);
 
 /// What a connection may send, for the choice of a path.
 #[derive(Debug, Clone, Copy)]
@@ -66,6 +73,8 @@ pub enum State {
     Active,
     /// Was silent for too long: a probe decides.
     Suspect,
+    /// Takes no bytes: what it stands in for takes its place when nothing of it is on its way.
+    Leaving,
     /// Not in use.
     Spare,
 }
@@ -90,6 +99,10 @@ pub struct Path {
     pub silences: u32,
     /// A probe is due.
     probe: bool,
+    /// It has carried since it came into use.
+    proven: bool,
+    /// Not in use, and something of it was acknowledged.
+    returns: bool,
 }
 
 /// All paths of a connection, the peer's excepted.
@@ -100,6 +113,12 @@ pub struct Paths {
     used: Vec<u8>,
     /// Others, the one unused for the longest first.
     spare: VecDeque<u8>,
+    /// By the same places as `used`: what had carried there and was dropped. It is not in the pool.
+    former: Vec<Option<u8>>,
+    /// When these are asked next, and how often they were in vain.
+    look: (Duration, u32),
+    /// Whether one of them may have answered.
+    returns: bool,
     current: u8,
     burst: u32,
     /// A probe may be due for one of those in use.
@@ -130,11 +149,16 @@ impl Paths {
             due: None,
             silences: 0,
             probe: false,
+            proven: false,
+            returns: false,
         };
         Paths {
             all: (0..most).map(path).collect(),
             used: (0..used).map(|at| at as u8).collect(),
             spare: (used..most).map(|at| at as u8).collect(),
+            former: vec![None; used],
+            look: (Duration::ZERO, 0),
+            returns: false,
             current: 0,
             burst: 0,
             asks: false,
@@ -228,13 +252,14 @@ impl Paths {
         }
     }
 
-    /// The next path in use for which a probe is due; it counts as sent.
+    /// The next path for which a probe is due; it counts as sent.
     pub fn asked(&mut self) -> Option<u8> {
         if !self.asks {
             return None;
         }
-        let used = self.used.iter().copied();
-        let found = used.into_iter().find(|at| self.all[usize::from(*at)].probe);
+        let former = self.former.iter().flatten();
+        let mut all = self.used.iter().chain(former).copied();
+        let found = all.find(|at| self.all[usize::from(*at)].probe);
         match found {
             Some(at) => self.all[usize::from(at)].probe = false,
             None => self.asks = false,
@@ -248,8 +273,14 @@ impl Paths {
             return;
         };
         (path.silences, path.probe) = (0, false);
-        if path.state == State::Suspect {
-            path.state = State::Active;
+        match path.state {
+            State::Spare => (path.returns, self.returns) = (true, true),
+            state => {
+                path.proven = true;
+                if state == State::Suspect {
+                    path.state = State::Active;
+                }
+            }
         }
     }
 
@@ -276,26 +307,89 @@ impl Paths {
     }
 
     /// Takes another path instead of this one. The new one's place, or none if there is no spare.
-    pub fn replace(&mut self, at: u8) -> Option<u8> {
+    pub fn replace(&mut self, at: u8, now: Duration) -> Option<u8> {
         let place = self.used.iter().position(|used| *used == at)?;
         let fresh = self.spare.pop_front()?;
         self.used[place] = fresh;
-        self.spare.push_back(at);
-        if let Some(path) = self.get_mut(at) {
-            (path.state, path.probe, path.silences) = (State::Spare, false, 0);
+        let proven = self.get(at).is_some_and(|path| path.proven);
+        if proven && self.former[place].is_none() {
+            self.former[place] = Some(at);
+            self.look = (now + LOOK, 0);
+        } else {
+            self.spare.push_back(at);
         }
-        if let Some(path) = self.get_mut(fresh) {
-            // What is not known to carry gets a probe first.
-            (path.state, path.silences) = (State::Suspect, 0);
-        }
+        self.comes_to_be(at, State::Spare);
+        // What is not known to carry gets a probe first.
+        self.comes_to_be(fresh, State::Suspect);
         self.ask(fresh);
         Some(fresh)
+    }
+
+    fn comes_to_be(&mut self, at: u8, state: State) {
+        if let Some(path) = self.get_mut(at) {
+            (path.state, path.silences, path.probe) = (state, 0, false);
+            (path.proven, path.returns) = (false, false);
+        }
+    }
+
+    /// When dropped paths are asked next, if there are any.
+    pub fn looks(&self) -> Option<Duration> {
+        let any = self.former.iter().any(Option::is_some);
+        any.then_some(self.look.0)
+    }
+
+    /// Asks the dropped paths that had carried whether they answer again, if it is time.
+    pub fn look_back(&mut self, now: Duration) {
+        if self.looks().is_none_or(|at| now < at) {
+            return;
+        }
+        let times = self.look.1 + 1;
+        self.look = (now + LOOK * 2u32.pow((times / LOOKS.0).min(LOOKS.1)), times);
+        for place in 0..self.former.len() {
+            if let Some(at) = self.former[place] {
+                self.ask(at);
+            }
+        }
+    }
+
+    /// A dropped path that answers again takes its place, once nothing is on its way over the one that
+    /// stands in for it: that one, and the one that is back.
+    pub fn take_back(&mut self) -> Option<(u8, u8)> {
+        if !self.returns {
+            return None;
+        }
+        let mut waits = false;
+        for place in 0..self.used.len() {
+            let answers = |at: &u8| self.all[usize::from(*at)].returns;
+            let Some(back) = self.former[place].filter(answers) else {
+                continue;
+            };
+            let other = self.used[place];
+            let stands_in = &mut self.all[usize::from(other)];
+            if stands_in.flying > 0 {
+                // What is suspect has no bytes either, and is judged as such.
+                if stands_in.state == State::Active {
+                    stands_in.state = State::Leaving;
+                }
+                waits = true;
+                continue;
+            }
+            self.comes_to_be(other, State::Spare);
+            self.spare.push_front(other);
+            self.comes_to_be(back, State::Active);
+            (self.used[place], self.former[place]) = (back, None);
+            return Some((other, back));
+        }
+        self.returns = waits;
+        None
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const NOW: Duration = Duration::from_secs(1);
 
     /// No runs.
     const PLENTY: Share = Share {
@@ -404,17 +498,49 @@ mod tests {
     }
 
     #[test]
+    fn one_that_had_carried_takes_back_its_place() {
+        let mut paths = Paths::new(2, 4);
+        paths.answered(1);
+        assert_eq!(paths.replace(1, NOW), Some(2));
+        assert_eq!(paths.asked(), Some(2));
+        // Not before its time, and for as long as it takes.
+        paths.look_back(NOW);
+        assert_eq!((paths.looks(), paths.asked()), (Some(NOW + LOOK), None));
+        for _ in 0..40 {
+            let at = paths.looks().unwrap();
+            paths.look_back(at);
+            assert_eq!(paths.asked(), Some(1));
+        }
+        assert_eq!(paths.take_back(), None);
+        // Neither is what has stood in and has carried forgotten for that, nor is the first.
+        paths.answered(2);
+        assert_eq!(paths.replace(2, NOW), Some(3));
+        paths.answered(1);
+        paths.answered(3);
+        paths.get_mut(3).unwrap().flying = 10;
+        assert_eq!(paths.take_back(), None);
+        assert_eq!(paths.get(3).unwrap().state, State::Leaving);
+        paths.answered(3);
+        assert_eq!(paths.choose(10, PLENTY, |_| 1e3), Some(0));
+        paths.get_mut(3).unwrap().flying = 0;
+        assert_eq!(paths.take_back(), Some((3, 1)));
+        assert_eq!((paths.take_back(), paths.looks()), (None, None));
+        assert_eq!(paths.used(), [0, 1]);
+        assert_eq!(paths.replace(0, NOW), Some(3));
+    }
+
+    #[test]
     fn a_dropped_path_comes_back_last() {
         let mut paths = Paths::new(2, 4);
-        assert_eq!(paths.replace(1), Some(2));
+        assert_eq!(paths.replace(1, NOW), Some(2));
         assert_eq!(paths.used(), [0, 2]);
         assert_eq!(paths.get(2).unwrap().state, State::Suspect);
         paths.answered(2);
         assert_eq!(paths.get(2).unwrap().state, State::Active);
-        assert_eq!(paths.replace(0), Some(3));
-        assert_eq!(paths.replace(3), Some(1));
-        assert_eq!(paths.replace(9), None);
-        assert_eq!(Paths::new(1, 1).replace(0), None);
+        assert_eq!(paths.replace(0, NOW), Some(3));
+        assert_eq!(paths.replace(3, NOW), Some(1));
+        assert_eq!(paths.replace(9, NOW), None);
+        assert_eq!(Paths::new(1, 1).replace(0, NOW), None);
     }
 
     #[test]

@@ -428,6 +428,40 @@ fn threads_that_wait_for_processors_do_not_shrink_windows() {
     }
 }
 
+/// What one of these paths carries of what it can, after faults at these times (milliseconds): links there
+/// that are dead from then on, and as many back.
+fn carried_after(bits: &[f64], faults: &[(u32, &[usize])], at: usize, seed: u64) -> f64 {
+    let mut net = pair(bits, &Config::default(), seed);
+    flows(&mut net, 0, 1, scenario::bulk(1, 1 << 20));
+    for (time, dead) in faults {
+        net.run_until(*time * MILLI);
+        for (place, link) in net.links.iter_mut().enumerate() {
+            link.dead = dead.contains(&(place % bits.len()));
+        }
+    }
+    // By then it was asked again, and its windows have grown.
+    net.run_until(net.now + 4000 * MILLI);
+    let before = net.links[at].carried;
+    net.run_until(net.now + 500 * MILLI);
+    assert_eq!(net.end::<Host>(1).wrong, 0);
+    (net.links[at].carried - before) as f64 / (bits[at] / 8.0 * 0.5)
+}
+
+/// Its ports take back their places from those that stood in for them.
+#[test]
+fn a_path_that_is_repaired_is_used_again() {
+    for seed in 0..5 {
+        let all: (u32, &[usize]) = (300, &[0, 1]);
+        let share = carried_after(&[2e7; 2], &[all, (1300, &[1]), (2300, &[])], 1, seed);
+        assert!(
+            share > 0.7,
+            "both dead, one back, then both: {share}, seed {seed}"
+        );
+        let share = carried_after(&[2e7; 4], &[(300, &[2]), (2300, &[])], 2, seed);
+        assert!(share > 0.7, "one of four: {share}, seed {seed}");
+    }
+}
+
 /// A peer that has no processor for 5 ms says nothing over any path. What is on its way to it has arrived: almost
 /// nothing goes again.
 #[test]

@@ -180,14 +180,15 @@ impl Sockets {
     fn open(&mut self, path: usize, shared: &Shared, batch: &mut Batch) -> io::Result<()> {
         let none = || io::Error::from(io::ErrorKind::AddrNotAvailable);
         let remote = *self.remote(path).ok_or_else(none)?;
+        let all = shared.nics();
         let matching = |v4: bool| {
-            let nics = shared.nics.iter();
+            let nics = all.iter();
             nics.filter(move |nic| nic.address.is_ipv4() == v4)
         };
         let nics: Vec<_> = matching(remote.is_ipv4()).collect();
         let nic = *nics.get(path % nics.len().max(1)).ok_or_else(none)?;
         let (address, device) = if self.initiates {
-            let several = shared.nics.len() > 1 && !remote.ip().is_loopback();
+            let several = all.len() > 1 && !remote.ip().is_loopback();
             (nic.address, several.then_some(nic.name.as_str()))
         } else if remote.is_ipv4() {
             (IpAddr::from([0; 4]), None)
@@ -209,7 +210,7 @@ impl Sockets {
         let stats = Arc::new(PathStats::new(
             nic.name.clone(),
             at.port(),
-            self.peer.name(),
+            self.peer.name().to_owned(),
         ));
         let id = PathId(shared.random());
         lock(&shared.paths).insert(self.peer.key.mirror, id, stats.clone());

@@ -282,11 +282,9 @@ impl Connection {
     /// Those of these numbers that were not known to have arrived.
     fn newly(&self, numbers: std::ops::Range<u64>, fresh: &mut SmallVec<[u64; 16]>) {
         for number in numbers.start.max(self.unconfirmed.first())..numbers.end {
-            if self
-                .unconfirmed
-                .get(number)
-                .is_some_and(|sent| matches!(sent.fate, Fate::Flying | Fate::Lost(_)))
-            {
+            if self.unconfirmed.get(number).is_some_and(|sent| {
+                matches!(sent.fate, Fate::Flying | Fate::Lost(_) | Fate::Asking)
+            }) {
                 fresh.push(number);
             }
         }
@@ -363,9 +361,11 @@ impl Connection {
                     self.stats.late += 1;
                     self.was_late(cause);
                 }
-                _ => self
-                    .congestion
-                    .arrived(path, size, (at, limited), &self.trip, now),
+                Fate::Asking => {}
+                Fate::Flying | Fate::Arrived | Fate::Mute => {
+                    self.congestion
+                        .arrived(path, size, (at, limited), &self.trip, now)
+                }
             }
             let what = What::Arrived {
                 number: *number,

@@ -68,8 +68,8 @@ impl Connection {
     fn tail_due(&self, at: u8, (number, sent): (u64, Duration)) -> Option<Duration> {
         let path = self.paths.get(at)?;
         let last = path.newest.is_none_or(|(newest, _)| newest < number);
-        (last && path.state == State::Active && sent < self.confirmed)
-            .then(|| sent + self.reordering.tail(path))
+        let judged = matches!(path.state, State::Active | State::Leaving);
+        (last && judged && sent < self.confirmed).then(|| sent + self.reordering.tail(path))
     }
 
     /// All that is due by [`Connection::tail_due`]. Perhaps the path is dead: a probe tells.
@@ -147,7 +147,7 @@ impl Connection {
             Some((trip, _)) if trip.known() => {
                 patience = patience.max(trip.patience(Duration::ZERO))
             }
-            Some((_, State::Active)) => patience = patience.max(rtt::LONGEST),
+            Some((_, State::Active | State::Leaving)) => patience = patience.max(rtt::LONGEST),
             _ => {}
         }
         (patience * 2u32.pow(rounds.min(5))).min(rtt::LONGEST.max(patience))
@@ -223,6 +223,7 @@ impl Connection {
             at_most(self.congestion.deadline());
         }
         if self.expects() {
+            self.paths.looks().into_iter().for_each(&mut at_most);
             at_most(self.heard.max(self.kept_alive) + KEEP_ALIVE);
             at_most(self.heard + self.config.patience);
         }
@@ -274,6 +275,7 @@ impl Connection {
         for at in self.congestion.asks(self.paths.used(), now) {
             self.paths.ask(at);
         }
+        self.take_back(now);
         self.congestion.on_time(self.paths.used(), &self.trip, now);
         if silence >= KEEP_ALIVE
             && now.saturating_sub(self.kept_alive) >= KEEP_ALIVE
@@ -282,6 +284,17 @@ impl Connection {
             self.kept_alive = now;
             let path = self.paths.any();
             self.paths.ask(path);
+        }
+    }
+
+    /// Dropped paths that answer again take back their places.
+    fn take_back(&mut self, now: Duration) {
+        if self.expects() {
+            self.paths.look_back(now);
+        }
+        while let Some((old, new)) = self.paths.take_back() {
+            self.congestion.replaced(old, new, self.paths.used());
+            self.note(now, old, What::Replaced { by: new });
         }
     }
 
@@ -308,7 +321,7 @@ impl Connection {
             self.paths.doubt_all();
         }
         if silences >= SILENCES
-            && let Some(fresh) = self.paths.replace(at)
+            && let Some(fresh) = self.paths.replace(at, now)
         {
             self.stats.replaced += 1;
             self.congestion.replaced(at, fresh, self.paths.used());

@@ -11,7 +11,7 @@ use crate::packet::greeting;
 use crate::packet::loss::{Content, Fate, Run, Sent};
 use crate::packet::number::low;
 use crate::packet::outgoing::Span;
-use crate::packet::paths::Share;
+use crate::packet::paths::{Share, State};
 
 /// Every this many packets the sender says what it does not care for any more.
 const FLOOR_EVERY: u64 = 64;
@@ -151,14 +151,19 @@ impl Connection {
         let mut content: SmallVec<[Content; 1]> = smallvec![];
         let mut writer = Writer::new(out.get_mut(HEADER..limit)?);
         let pings = purpose == Purpose::Statements(true);
+        // Over a path that was dropped and is asked again: it is likely to be lost.
+        let bare = self
+            .paths
+            .get(at)
+            .is_some_and(|path| path.state == State::Spare);
         let due = self.received.deadline().is_some_and(|at| at <= now);
-        if due && self.received.emit(&mut writer, now) {
+        if due && !bare && self.received.emit(&mut writer, now) {
             self.stats.acks += 1;
         }
         if number.is_multiple_of(FLOOR_EVERY) {
             writer.floor(low(self.unconfirmed.first()));
         }
-        while let Some(statement) = self.unsaid.front() {
+        while let Some(statement) = self.unsaid.front().filter(|_| !bare) {
             let said = match *statement {
                 Content::Credit(channel, message, room) => {
                     writer.credit(channel, low(message), room)
@@ -201,7 +206,7 @@ impl Connection {
             _ => {}
         }
         let length = HEADER + writer.written();
-        let wants = probe || pings || !content.is_empty();
+        let wants = !bare && (probe || pings || !content.is_empty());
         if length == HEADER {
             return None;
         }
@@ -263,7 +268,11 @@ impl Connection {
             run,
             size: length as u32,
             path: at,
-            fate: if wants { Fate::Flying } else { Fate::Mute },
+            fate: match (wants, probe) {
+                (true, _) => Fate::Flying,
+                (false, true) => Fate::Asking,
+                (false, false) => Fate::Mute,
+            },
             probe,
             limited: more,
             content,

@@ -1,0 +1,115 @@
+"""Cards that come up while a job runs, and addresses that change: used without a restart."""
+
+from time import sleep
+
+import pytest
+
+from evener.tools.lab import Lab, Spec, unavailable
+from tests.net.exchange import ENGINE, exchange
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+]
+
+each_engine = pytest.mark.parametrize("engine", ["tcp"])
+SECONDS = 6.0
+
+
+def ip(lab: Lab, node: int, *commands: str) -> None:
+    for one in commands:
+        lab.nodes[node].run(["ip", *one.split()], check=True)
+
+
+def arrived(lab: Lab, node: int) -> int:
+    """Bytes that eth1 has received."""
+    count = "/sys/class/net/eth1/statistics/rx_bytes"
+    return int(lab.nodes[node].run(["cat", count], check=True).stdout)
+
+
+def give(lab: Lab, node: int, host: int) -> None:
+    """Address `host` of its network to eth1, and the routes that go with it."""
+    address, gateway = f"10.2.{node}.{host}", f"10.2.{node}.1"
+    ip(
+        lab,
+        node,
+        f"address add {address}/24 dev eth1",
+        f"route add 10.2.0.0/16 via {gateway} dev eth1",
+        f"route add default via {gateway} dev eth1 table 101",
+        f"rule add from {address} lookup 101",
+    )
+
+
+@each_engine
+@pytest.mark.parametrize("nodes", [(0,), (1,), (0, 1)], ids=["one", "other", "both"])
+@pytest.mark.parametrize("lacks", ["carrier", "address"])
+def test_a_card_that_comes_later_is_used(lacks: str, nodes: tuple[int, ...], engine: str) -> None:
+    log: list[str] = []
+    with Lab(Spec.parse("2x1@100mbit,nics=2,queue=20ms")) as lab:
+        for node in nodes:
+            if lacks == "carrier":
+                lab.fault(f"node{node}.eth1", "down")
+            else:
+                ip(lab, node, "address flush dev eth1")
+
+        def come() -> None:
+            for node in nodes:
+                if lacks == "carrier":
+                    lab.fault(f"node{node}.eth1", "up")
+                else:
+                    give(lab, node, 2)
+
+        rows = exchange(lab, SECONDS, env={ENGINE: engine}, log=log, when_both_begin=come)
+        moved = rows[0]["messages"] * rows[0]["size"]
+        for node in nodes:
+            # It was there for a part of the run; before, nothing found it at all.
+            assert arrived(lab, node) > moved / 20, (node, moved, log)
+    assert {line[:7] for line in log if "has come" in line} == {f"{n}@node{n}" for n in nodes}, log
+
+
+@each_engine
+@pytest.mark.parametrize("nodes", [(0,), (1,), (0, 1)], ids=["one", "other", "both"])
+def test_an_address_that_changes_is_followed(nodes: tuple[int, ...], engine: str) -> None:
+    log: list[str] = []
+    before: dict[int, int] = {}
+    with Lab(Spec.parse("2x1@100mbit,nics=2,queue=20ms")) as lab:
+
+        def change() -> None:
+            for node in nodes:
+                ip(lab, node, "address flush dev eth1")
+                before[node] = arrived(lab, node)
+                give(lab, node, 7)
+
+        rows = exchange(lab, SECONDS, env={ENGINE: engine}, log=log, when_both_begin=change)
+        moved = rows[0]["messages"] * rows[0]["size"]
+        for node in nodes:
+            assert arrived(lab, node) - before[node] > moved / 20, (node, moved, before, log)
+    said = {line[:7] for line in log if "in place of" in line}
+    assert said == {f"{node}@node{node}" for node in nodes}, log
+
+
+def test_the_only_address_of_a_node_may_change() -> None:
+    log: list[str] = []
+    connections: list[str] = []
+    with Lab(Spec.parse("2x1@100mbit,queue=20ms")) as lab:
+
+        def change() -> None:
+            ip(
+                lab,
+                1,
+                "address del 10.1.1.2/24 dev eth0",
+                "address add 10.1.1.7/24 dev eth0",
+                "route add default via 10.1.1.1 dev eth0",
+                # The harness has a connection from the former one.
+                "address add 10.1.1.2/32 dev lo",
+            )
+            sleep(2.0)
+            table = lab.nodes[0].run(["cat", "/proc/net/tcp"], check=True).stdout
+            # Each line: number, local and remote address, state; 01 is established.
+            rows = [line.split() for line in table.splitlines()[1:]]
+            connections.extend(row[2] for row in rows if row[3] == "01")
+
+        rows = exchange(lab, SECONDS, log=log, when_both_begin=change)
+    assert rows[0]["messages"] >= 16
+    to_it = [one for one in connections if one.startswith("0701010A:")]
+    assert len(to_it) >= 8, (connections, log)

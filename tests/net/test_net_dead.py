@@ -1,0 +1,82 @@
+"""All paths dead: for a while, and for good."""
+
+from threading import Timer
+from time import monotonic
+
+import pytest
+
+from evener.net import plugin_path
+from evener.tools.bench.net.drive import Job, command
+from evener.tools.lab import Lab, Spec, unavailable
+from tests.net.exchange import ENGINE, exchange, refused_is_skipped
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+]
+
+each_engine = pytest.mark.parametrize("engine", ["tcp", "udp", "xdp"])
+TWO_PATHS = "2x1@100mbit,paths=2,queue=20ms"
+
+
+@each_engine
+@pytest.mark.parametrize("fault", ["blackhole", "down"])
+def test_nothing_is_lost_where_no_path_is_left_for_a_while(fault: str, engine: str) -> None:
+    alone: dict[str, int] = {}
+    timers: list[Timer] = []
+
+    def repair(path: str) -> None:
+        lab.fault(path, "heal" if fault == "blackhole" else "up")
+        alone.update(lab.traffic())
+
+    def cut() -> None:
+        for path in ("path0", "path1"):
+            lab.fault(path, fault)
+        timers.extend((Timer(5.0, repair, ["path0"]), Timer(7.0, repair, ["path1"])))
+        for timer in timers:
+            timer.start()
+
+    with Lab(Spec.parse(TWO_PATHS)) as lab:
+        rows = exchange(lab, 6.0, env={ENGINE: engine}, when_both_begin=cut)
+        for timer in timers:
+            timer.join()
+        carried = lab.traffic()
+    assert rows[0]["messages"] >= 16
+    # All stood still, and went on with the first path that came back.
+    assert 4.5 < rows[0]["stall"] < 6.5, rows
+    for name in ("node0.eth0.path1", "node1.eth0.path1"):
+        # The second is used as well when it is back: more than those who knock send.
+        assert carried[name] - alone[name] > 1_000_000, (name, alone, carried)
+
+
+@each_engine
+def test_with_no_path_for_too_long_both_ends_get_a_remote_error(engine: str) -> None:
+    patience = 1.5
+    job = Job(str(plugin_path()), comms=1, depth=2, sizes="65536", seconds=30.0)
+    said: dict[int, str] = {0: "", 1: ""}
+    cut: list[float] = []
+    ended: dict[int, float] = {}
+
+    def on_line(rank: int, node: str, stream: str, line: str) -> None:
+        said[rank] += line + "\n"
+        # Both are connected and at it, however busy the machine is.
+        if "both begin" in line and all("both begin" in text for text in said.values()):
+            for path in ("path0", "path1"):
+                lab.fault(path, "blackhole")
+            cut.append(monotonic())
+        # NCCL's ncclRemoteError.
+        if "test returned 6" in line:
+            ended[rank] = monotonic()
+
+    # The first that fails must not end the other: each has to come to its own error.
+    alone = ["sh", "-c", "trap '' TERM; \"$@\" 2>&1; true", "sh", *command(job)]
+    with Lab(Spec.parse(TWO_PATHS)) as lab:
+        env = {"EVENER_NET_TIMEOUT": str(patience), ENGINE: engine, "EVENER_DRIVE_LOG": "1"}
+        result = lab.launch(alone, env=env, timeout=25.0, on_line=on_line)
+    assert result.ok, result
+    refused_is_skipped(list(said.values()))
+    assert ended.keys() == {0, 1}, said
+    for rank, at in ended.items():
+        # Not before its time, but for what the lab takes to cut both; and no multiple of it after.
+        assert patience - 0.5 < at - cut[0] < 2 * patience + 1.0, (rank, at - cut[0], said)
+        assert "no path to the peer for" in said[rank], said
