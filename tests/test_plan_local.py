@@ -115,8 +115,8 @@ def test_rates_are_in_what_the_model_eats(model: str, unit: str, rate: float) ->
         ("--model 10b --every 16 --compute-ms 1 --speeds fast", "'fast' are no speeds"),
         ("--model 10b --every 16 --compute-ms 1 --hub 25", "has no unit"),
         ("--model 10b --every 16 --compute-ms 1 --bucket-mb 0", "--bucket-mb"),
-        ("--model vgg-tiny --compute-ms 1 --speeds 1,2", "--speeds is for local steps"),
-        ("--model vgg-tiny --compute-ms 1 --hub 1gbit", "--hub is for local steps"),
+        ("--model vgg-tiny --compute-ms 1 --speeds 1,2", "--speeds goes with --every"),
+        ("--model vgg-tiny --compute-ms 1 --hub 1gbit", "--hub goes with --every"),
         ("--every 16", "either --model or --profile"),
     ],
 )

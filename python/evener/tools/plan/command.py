@@ -38,7 +38,8 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
     "--model",
     shell_complete=_complete_models,
     help="A classifier of torchvision or a built-in (evener bench train --list-models). With "
-    "--every also 7b, 8b, 13b or 70b (Llamas), a config.json, or a number of weights, as 10b.",
+    "--every and --fsdp also 7b, 8b, 13b or 70b (Llamas), a config.json, or LAYERSxWIDTH; with "
+    "--every a number of weights, as 10b.",
 )
 @click.option(
     "--profile",
@@ -121,6 +122,18 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
     help="With --every: speeds that nodes have in turn, as 1,0.8,0.5; --compute-ms is of speed 1.",
 )
 @click.option("--hub", help="With --every: rate of the hub's card. Default: a node's.")
+@click.option(
+    "--fsdp",
+    is_flag=True,
+    help="Plan FSDP2 over all ranks: plain, and with Evener's differences and forms.",
+)
+@click.option(
+    "--micro-batches",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="With --fsdp: of a step; gradients are reduced with the last one.",
+)
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def plan(**given: Any) -> None:
     """What would be chosen for each bucket, and the step to expect, on a network not rented yet.
@@ -133,14 +146,25 @@ def plan(**given: Any) -> None:
         raise UsageError(
             "evener plan needs to know what is trained", "give either --model or --profile"
         )
+    if given["every"] and given["fsdp"]:
+        raise UsageError("--every is for DDP models, and --fsdp for FSDP2's", "give one of them")
+    only = {"speeds": ("every", "1"), "hub": ("every", None), "micro_batches": ("fsdp", 1)}
+    for name, (owner, default) in only.items():
+        if given[name] != default and not given[owner]:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} goes with --{owner}", f"give --{owner}, or leave it out")
+    if given["fsdp"]:
+        if given["profile_path"]:
+            raise UsageError("--fsdp: a profile does not say what FSDP2 shards", "give --model")
+        from evener.tools.plan import sharded
+
+        sharded.run(given)
+        return
     if given["every"]:
         from evener.tools.plan import local
 
         local.run(given)
         return
-    if given["speeds"] != "1" or given["hub"]:
-        option = "--hub" if given["hub"] else "--speeds"
-        raise UsageError(f"{option} is for local steps", "give --every N, or leave it out")
     from evener.tools.plan import predict
 
     predict.run(given)

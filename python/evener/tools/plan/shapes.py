@@ -12,6 +12,7 @@ from typing import Any
 from evener.errors import UsageError
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)", re.IGNORECASE)
+_LAYERS = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
 _TIMES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
@@ -63,7 +64,8 @@ def of_profile(path: str) -> tuple[Shape, float]:
 
 def of(name: str, batch: int | None) -> Shape:
     """The shape of a built-in or torchvision's model, of a Llama (7b, 8b, 13b, 70b), of a
-    config.json, or of a bare number of weights (`10b`). Raises UsageError."""
+    config.json, of LAYERSxWIDTH or LAYERSxWIDTHxWORDS, or of a bare number of weights (`10b`).
+    Raises UsageError."""
     from evener.zero.named import NAMES, configuration, model_of
     from evener.zero.shapes import llama
 
@@ -73,6 +75,8 @@ def of(name: str, batch: int | None) -> Shape:
         module = llama(model) if isinstance(model, Mapping) else model
         tokens = config.get("max_position_embeddings")
         return Shape(name, _units(module), batch or 0, tokens if isinstance(tokens, int) else 0)
+    if match := _LAYERS.fullmatch(name):
+        return Shape(name, _transformer(*(int(found or 0) for found in match.groups())), batch or 0)
     if match := _COUNT.fullmatch(name.strip()):
         count = round(float(match[1]) * _TIMES[match[2].lower()])
         if not count:
@@ -87,6 +91,16 @@ def of(name: str, batch: int | None) -> Shape:
         module = models.build(name)
     samples = batch or models.gpu_batch(name)
     return Shape(name, _units(module), samples, models.symbols(name), here=True)
+
+
+def _transformer(layers: int, width: int, words: int) -> tuple[Unit, ...]:
+    """12 width^2 weights a layer, as Llamas and GPTs have them, and tied embeddings."""
+    if not layers or not width:
+        raise UsageError(
+            f"--model {layers}x{width} has no weights", "give LAYERSxWIDTH, as 32x4096"
+        )
+    layer = Unit(12 * width * width + 2 * width, 2 * width)
+    return (Unit(words * width + width, width), *([layer] * layers))
 
 
 def _units(model: Any) -> tuple[Unit, ...]:
