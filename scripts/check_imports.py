@@ -71,6 +71,8 @@ USES = {
 
 # Modules that may be entered although no `__all__` names them: `import *` must not load them.
 OPEN = {
+    "evener.zero.named",  # a Llama by a few words, for `evener plan` too
+    "evener.zero.shapes",
     "evener.zero.command",  # what `evener plan-memory` does; tools.plan has its options
     "evener.embedding.planning",  # the same for tables
     "evener.pipeline.command",

@@ -10,7 +10,9 @@ from typing import Any
 
 import click
 
+from evener.base.click import StepsOrAuto
 from evener.comm import forms
+from evener.errors import UsageError
 
 # What TCP over IPv4 carries of a frame of 1500 bytes: 1448 of 1538 on Ethernet.
 _GOODPUT = 0.94
@@ -35,7 +37,9 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
 @click.option(
     "--model",
     shell_complete=_complete_models,
-    help="A classifier of torchvision or a built-in (evener bench train --list-models).",
+    help="A classifier of torchvision or a built-in (evener bench train --list-models). With "
+    "--every and --fsdp also 7b, 8b, 13b or 70b (Llamas), a config.json, or LAYERSxWIDTH; with "
+    "--every a number of weights, as 10b.",
 )
 @click.option(
     "--profile",
@@ -97,15 +101,38 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
 @click.option(
     "--bucket-mb",
     type=click.IntRange(0),
-    default=25,
-    show_default=True,
-    help="MiB up to which gradients are fused.",
+    help="MiB up to which gradients are fused. Default: 25; with --every 64.",
 )
 @click.option(
     "--overlap/--no-overlap",
     default=True,
     show_default=True,
     help="Details for training with overlap across the step, or without.",
+)
+@click.option(
+    "--every",
+    type=StepsOrAuto(),
+    metavar="N|auto",
+    help="Plan local steps: ranks average their weights every N steps, or nodes by way of a hub.",
+)
+@click.option(
+    "--speeds",
+    default="1",
+    show_default=True,
+    help="With --every: speeds that nodes have in turn, as 1,0.8,0.5; --compute-ms is of speed 1.",
+)
+@click.option("--hub", help="With --every: rate of the hub's card. Default: a node's.")
+@click.option(
+    "--fsdp",
+    is_flag=True,
+    help="Plan FSDP2 over all ranks: plain, and with Evener's differences and forms.",
+)
+@click.option(
+    "--micro-batches",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="With --fsdp: of a step; gradients are reduced with the last one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def plan(**given: Any) -> None:
@@ -115,6 +142,29 @@ def plan(**given: Any) -> None:
     virtual time: rings between nodes and inside them, forms by the bytes that they send. A
     prediction: `accelerate(mode="auto")` probes the real network and logs both.
     """
+    if bool(given["model"]) == bool(given["profile_path"]):
+        raise UsageError(
+            "evener plan needs to know what is trained", "give either --model or --profile"
+        )
+    if given["every"] and given["fsdp"]:
+        raise UsageError("--every is for DDP models, and --fsdp for FSDP2's", "give one of them")
+    only = {"speeds": ("every", "1"), "hub": ("every", None), "micro_batches": ("fsdp", 1)}
+    for name, (owner, default) in only.items():
+        if given[name] != default and not given[owner]:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} goes with --{owner}", f"give --{owner}, or leave it out")
+    if given["fsdp"]:
+        if given["profile_path"]:
+            raise UsageError("--fsdp: a profile does not say what FSDP2 shards", "give --model")
+        from evener.tools.plan import sharded
+
+        sharded.run(given)
+        return
+    if given["every"]:
+        from evener.tools.plan import local
+
+        local.run(given)
+        return
     from evener.tools.plan import predict
 
     predict.run(given)

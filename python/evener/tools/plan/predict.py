@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from evener.base.units import parse_rate
 from evener.comm import wires
 from evener.comm.planner import choose
 from evener.comm.planner.choose import Decision
-from evener.comm.planner.costs import Costs, Link, of_network
+from evener.comm.planner.costs import Costs, of_network
 from evener.comm.profile import StepProfile
-from evener.errors import UsageError
+from evener.tools.plan import given as read
 
 # (ranks, overlap across the step or not) > ways to lay out a step's buckets. The shortest step is
 # taken.
 Profiles = Callable[[int, bool], list[StepProfile]]
-_PIPE_WIDTH = 120
 # From the mildest to the harshest.
 LADDER = wires.names()
 
@@ -51,36 +47,17 @@ class Row:
         }
 
 
-def _clusters(text: str) -> list[tuple[int, int]]:
-    found = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:x(\d+))?", part.strip())
-        if not match or not int(match[1]) or (match[2] and not int(match[2])):
-            raise UsageError(
-                f"--nodes {text!r}: {part.strip()!r} is not a cluster",
-                "write NODESxGPUS, as 2x8, or several: 2x8,4x8",
-            )
-        found.append((int(match[1]), int(match[2] or 1)))
-    return found
-
-
 def run(given: dict[str, Any]) -> None:
     """Print the prediction for the options of `evener plan`, by their names there."""
-    console = Console(stderr=given["as_json"])
-    if not console.is_terminal:
-        console = Console(stderr=given["as_json"], width=_PIPE_WIDTH, highlight=False)
-    clusters = _clusters(given["nodes"])
-    between = Link.of_rate(
-        parse_rate(given["network"], "--network"), given["latency_us"], given["goodput"]
-    )
-    inside = Link.of_rate(parse_rate(given["inside"], "--inside"), 5.0)
-    memory = parse_rate(given["memory"], "--memory") / 8e3
+    console = read.console(given["as_json"])
+    clusters = read.clusters(given["nodes"])
+    links = read.Links.of(given)
     profiles, source = _profiles(given)
     profile = profiles(1, False)[0]
     rows = []
     for nodes, per_node in clusters:
         forms = wires.papers(given["topk_ratio"])
-        costs = of_network(nodes, per_node, between, inside, forms, memory)
+        costs = of_network(nodes, per_node, links.between, links.inside, forms, links.memory)
         rows += _rows(profiles, costs, given["floor"])
     if given["as_json"]:
         record = {
@@ -138,10 +115,6 @@ def _rows(profiles: Profiles, costs: Costs, floor: str) -> list[Row]:
 
 def _profiles(given: dict[str, Any]) -> tuple[Profiles, str]:
     """What there is to choose from, and where it comes from."""
-    if bool(given["model"]) == bool(given["profile_path"]):
-        raise UsageError(
-            "evener plan needs to know what is trained", "give either --model or --profile"
-        )
     if given["profile_path"]:
         profile = StepProfile.load(Path(given["profile_path"]))
         if given["compute_ms"]:
@@ -152,10 +125,7 @@ def _profiles(given: dict[str, Any]) -> tuple[Profiles, str]:
     name = given["model"]
     models.require(name)
     batch = given["batch_size"] = given["batch_size"] or models.gpu_batch(name)
-    compute_ms, said = given["compute_ms"], "as given"
-    if compute_ms is None:
-        compute_ms = _measure(name, batch)
-        said = "measured here"
+    compute_ms, said = read.compute_ms(given["compute_ms"], name, batch)
     from evener.comm.planner.forecast import Traced
 
     click.echo(f"tracing {name} without memory", err=True)
@@ -163,6 +133,8 @@ def _profiles(given: dict[str, Any]) -> tuple[Profiles, str]:
         lambda: models.build(name),
         lambda: (models.data(name, batch, "meta")[0],),
     )
+    if given["bucket_mb"] is None:
+        given["bucket_mb"] = 25
     bucket_bytes = given["bucket_mb"] << 20
 
     def laid_out(ranks: int, overlap: bool) -> list[StepProfile]:
@@ -172,35 +144,6 @@ def _profiles(given: dict[str, Any]) -> tuple[Profiles, str]:
         return found
 
     return laid_out, f"{name}, batch {batch}, compute {said}"
-
-
-def _measure(name: str, batch: int) -> float:
-    """Milliseconds of a training step of `name` on this machine's GPU (TF32)."""
-    import torch
-
-    from evener.tools.bench.train import models
-
-    if not torch.cuda.is_available():
-        raise UsageError(
-            "how long a step takes is not known, and there is no GPU here to measure it on",
-            "give --compute-ms (evener bench train --rows one measures it), or --profile",
-        )
-    click.echo(f"measuring {name} on {torch.cuda.get_device_name()}", err=True)
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
-    model = models.build(name).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inputs, targets = models.data(name, batch, "cuda")
-    best = float("inf")
-    for _ in range(12):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        models.criterion(model(inputs), targets).backward()
-        optimizer.step()
-        torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - start) * 1e3)
-    return best
 
 
 def _show_rows(rows: list[Row], batch: int | None, console: Console) -> None:
