@@ -97,6 +97,7 @@ ENVIRONMENTS = {
         "sentence-transformers",
         "ultralytics",
         "datasets",
+        "bitsandbytes",
     ),
     "composer": ("mosaicml>=0.30",),
     # The last release for the project's torch; it imports tensorboard, and does not ask for it.
@@ -195,7 +196,7 @@ PROGRAMS = (
     *(
         Program(f"zero-{name}", "zero_frameworks", ("-k", name))
         for name in ("trainer-lora", "trainer-best", "trainer-generates", "trl-sft",
-                     "accelerate-lora", "lightning-accumulates")
+                     "qlora", "accelerate-lora", "lightning-accumulates")
     ),
     *(Program(f"zero-models-{n}", "zero_models", ("--part", f"{n}/8")) for n in range(1, 9)),
     Program("moe-models", "moe_models"),

@@ -1,5 +1,5 @@
-"""Programs of transformers, Accelerate, Lightning, peft and trl with evener.zero, beside the same
-program without it: `python -m tests.wild.zero_frameworks`.
+"""Programs of transformers, Accelerate, Lightning, peft, trl and bitsandbytes with evener.zero,
+beside the same program without it: `python -m tests.wild.zero_frameworks`.
 
 It runs in the wild environment (`make wild` makes it), on one CPU process. Each program says what
 it saw: losses, evaluations, what it generated. Under the engine all blocks but the first are on the
@@ -38,13 +38,13 @@ def settings() -> dict[str, Any]:
     }
 
 
-def llama() -> Any:
+def llama(width: int = 32) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+            vocab_size=WORDS, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3,
             num_attention_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
             eos_token_id=2,
         )
@@ -57,6 +57,30 @@ def lora(model: Any) -> Any:
     torch.manual_seed(1)
     names = ["q_proj", "v_proj", "up_proj"]
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names))
+
+
+def qlora() -> Any:
+    """A Llama in 4 bits (bitsandbytes, scales quantized too) with an adapter. trl rounds such an
+    adapter to bf16, and plain training then rounds each step; the engine's steps are exact, so here
+    both train in float32. bitsandbytes has one more product for evaluation on some CPUs: not used,
+    as it computes in bf16."""
+    import bitsandbytes
+    import peft
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    quantized = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        llama(width=64).save_pretrained(folder)
+        model = LlamaForCausalLM.from_pretrained(
+            folder, quantization_config=quantized, device_map={"": "cpu"}
+        )
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return lora(peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))
 
 
 def rows(count: int = 48, length: int = 16) -> list[dict[str, torch.Tensor]]:
@@ -84,6 +108,9 @@ def history(trainer: Any) -> Seen:
 def run_trainer(base: Any, under: bool, folder: Path, resume: bool, **given: Any) -> Any:
     kind = zero.trainer(base, settings(), batch=(2, 16)) if under else base
     trainer = kind(**given)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:  # trl makes the adapters of a 4-bit model bf16: see `qlora`
+            parameter.data = parameter.data.float()
     trainer.train(resume_from_checkpoint=resume or None)
     return trainer
 
@@ -196,6 +223,11 @@ def trl_sft_lora(under: bool, folder: Path, resume: bool) -> Seen:
     return run_sft(lora(llama()), under, folder, resume, label_smoothing_factor=0.1)
 
 
+def qlora_sft(under: bool, folder: Path, resume: bool) -> Seen:
+    """trl's SFTTrainer on a model in 4 bits."""
+    return run_sft(qlora(), under, folder, resume)
+
+
 def run_dpo(model: Any, under: bool, folder: Path, resume: bool, **given: Any) -> Seen:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -224,6 +256,11 @@ def trl_dpo(under: bool, folder: Path, resume: bool) -> Seen:
 def trl_dpo_lora(under: bool, folder: Path, resume: bool) -> Seen:
     """trl's DPOTrainer with peft: the reference is the model without its adapters."""
     return run_dpo(lora(llama()), under, folder, resume)
+
+
+def qlora_dpo(under: bool, folder: Path, resume: bool) -> Seen:
+    """trl's DPOTrainer on a model in 4 bits."""
+    return run_dpo(qlora(), under, folder, resume)
 
 
 def accelerate_lora(under: bool, folder: Path, resume: bool) -> Seen:
@@ -333,6 +370,8 @@ PROGRAMS: dict[str, Callable[[bool, Path, bool], Seen]] = {
     "trl-sft-lora": trl_sft_lora,
     "trl-dpo": trl_dpo,
     "trl-dpo-lora": trl_dpo_lora,
+    "qlora-sft": qlora_sft,
+    "qlora-dpo": qlora_dpo,
     "accelerate-lora": accelerate_lora,
     "lightning-accumulates": lightning_accumulates,
 }

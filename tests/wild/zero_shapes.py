@@ -276,7 +276,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "CLIP": _clip,
     "Wav2Vec2": _speech,
     "Gemma 3": lambda: _transformers(
-        "Gemma3ForCausalLM", **_DECODER, head_dim=32, sliding_window=16,
+        "Gemma3ForCausalLM", **_DECODER, **_SPECIAL, head_dim=32, sliding_window=16,
+        layer_types=["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+        query_pre_attn_scalar=32, tie_word_embeddings=True,
     ),
     "DeepSeek-V3": lambda: _transformers(
         "DeepseekV3ForCausalLM", **(_DECODER | {"num_key_value_heads": 4}), n_routed_experts=4,
@@ -377,6 +379,33 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "FNet": lambda: _transformers(
         "FNetForMaskedLM", vocab_size=WORDS, hidden_size=128, intermediate_size=256,
         num_hidden_layers=4, hidden_dropout_prob=0,
+    ),
+    "SmolLM3": lambda: _transformers(
+        "SmolLM3ForCausalLM", **_DECODER, **_SPECIAL, no_rope_layer_interval=2,
+    ),
+    "Cohere 2": lambda: _transformers(
+        "Cohere2ForCausalLM", **_DECODER, **_SPECIAL, sliding_window=16, logit_scale=0.25,
+    ),
+    "Granite": lambda: _transformers(
+        "GraniteForCausalLM", **_DECODER, **_SPECIAL, embedding_multiplier=12.0,
+        logits_scaling=8.0, residual_multiplier=0.22, attention_multiplier=0.03,
+    ),
+    "gpt-oss": lambda: _transformers(
+        "GptOssForCausalLM", **_DECODER, **_SPECIAL, head_dim=32, sliding_window=16,
+        num_local_experts=4, num_experts_per_tok=2,
+    ),
+    "Falcon-H1": lambda: _transformers(
+        "FalconH1ForCausalLM", **_DECODER, **_SPECIAL, head_dim=32, mamba_d_ssm=128,
+        mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=2, mamba_chunk_size=16,
+    ),
+    "Qwen3-Next": lambda: _transformers(
+        "Qwen3NextForCausalLM", **_DECODER, **_SPECIAL, head_dim=32, moe_intermediate_size=64,
+        shared_expert_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
+        linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    ),
+    "LFM2": lambda: _transformers(
+        "Lfm2ForCausalLM", **_DECODER, **_SPECIAL, full_attn_idxs=[1, 3],
     ),
     "Qwen2-VL": _qwen2_vl,
     "DETR": _detr,

@@ -116,3 +116,16 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
             resident=set(),
         )
     assert "empty_weights" in refused.value.fix
+
+
+@pytest.mark.parametrize("way", ["bitsandbytes", "fp8"])
+def test_a_folder_of_quantized_weights_is_refused(tmp_path: Path, way: str) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32}
+    quantized = {**config, "quantization_config": {"quant_method": way}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(UsageError, match=rf"holds quantized weights \({way}\)"):
+        zero.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="holds no"):
+        zero.from_pretrained(tmp_path)

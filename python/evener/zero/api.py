@@ -19,7 +19,7 @@ from evener.base import budget as budgets
 from evener.base.given import given
 from evener.errors import UsageError
 from evener.zero import device as devices
-from evener.zero import rules, schedule, shapes, ssd
+from evener.zero import packed, rules, schedule, shapes, ssd
 from evener.zero.activations import Offload
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
@@ -151,10 +151,11 @@ def plans(
 
 @contextlib.contextmanager
 def _ready(model: nn.Module, config: Config) -> Iterator[Head | None]:
-    """The model as the engine has it, for a trace: without a cache, in tiles where that is asked
-    for, and with the head whose logits are lazy."""
+    """The model as the engine has it, for a trace: without a cache, with stand-ins for 4-bit
+    weights, in tiles where that is asked for, and with the head whose logits are lazy."""
     with contextlib.ExitStack() as stack:
         stack.callback(without_cache(model))
+        stack.callback(packed.take(model, config.dtype))
         if config.tiles:
             stack.callback(Tiles(blocks(model)).close)
         head = _head(model, config)
@@ -283,12 +284,15 @@ def _groups(
 
 def _able(model: nn.Module) -> None:
     """Refuse what chunks of one floating-point dtype cannot hold, and what is held already."""
+    four_bits = packed.able(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, Weight):
             raise UsageError(
                 f"parameter {name} belongs to an engine already",
                 "take the model's weights back first: zero.give_back(engine)",
             )
+        if id(parameter) in four_bits:
+            continue
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UsageError(
                 f"parameter {name} is {parameter.dtype}: evener.zero holds float32, bfloat16 and "
@@ -375,6 +379,7 @@ def initialize(
     stack = contextlib.ExitStack()
     stack.callback(without_cache(model))
     head = _head(model, settings)
+    unpack = packed.take(model, settings.dtype)
     try:
         if settings.tiles:
             tiles = Tiles(blocks(model))
@@ -393,6 +398,7 @@ def initialize(
         if head is not None:
             head.close()
         stack.close()
+        unpack()
         device.unlimit()
         raise
     show(model, engine)

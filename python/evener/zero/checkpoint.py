@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_all
 
 from evener.base.given import given
 from evener.errors import EvenerError, UsageError
-from evener.zero import exits
+from evener.zero import exits, packed
 from evener.zero.chunk import Chunk
 from evener.zero.engine import Engine
 from evener.zero.entries import Progress, Reader, convert, converted, entries, held_by, is_zero
@@ -333,6 +333,7 @@ def _meta(engine: Engine, extra: Any) -> dict[str, Any]:
         "micro_steps": engine.micro_steps,
         "ranks": engine.ranks.size,
         "kind": engine.rule.name,
+        "four_bits": packed.marks(engine.module),
         "steps": {
             piece.name: steps
             for chunk in engine.chunks()
@@ -494,6 +495,13 @@ def _check(path: Path, engine: Engine) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} was trained with {meta['kind']}, this run uses {engine.rule.name}",
             "use the same optimizer",
+        )
+    mine = packed.marks(engine.module)
+    if (written := meta.get("four_bits", {})) != mine:
+        name = min(n for n in {*written, *mine} if written.get(n) != mine.get(n))
+        raise CheckpointError(
+            f"{name} was quantized to 4 bits otherwise in {path}: its scales are not the model's",
+            "load the base model that it was trained with, quantized in the same way",
         )
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     scales = {f"{part.name}.{place}{SCALE}" for part, place in converted(engine, saved)}

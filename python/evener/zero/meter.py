@@ -49,6 +49,10 @@ def inside(func: Any, args: Any, cores: int) -> int:
         return first.nbytes
     if packet == "_safe_softmax":
         return first.numel()
+    if packet.endswith("gemm_4bit"):
+        # bitsandbytes makes the weight whole where there are many rows (read, not measured).
+        rows, columns = args[2]
+        return int(rows * columns * first.dtype.itemsize)
     if packet.startswith("_scaled_dot_product") and packet.endswith(
         ("attention_backward", "attention_for_cpu_backward")
     ):

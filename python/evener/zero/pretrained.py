@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ def from_pretrained(folder: str | Path, **changes: Any) -> nn.Module:
     """The model that a folder of transformers holds (config.json and *.safetensors), for
     `initialize`: weights are read there, chunk by chunk. `changes`: keys of its configuration.
 
-    Raises UsageError where the folder is no such model, or transformers is missing.
+    Raises UsageError where the folder is no such model or a quantized one, or transformers is
+    missing.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -67,6 +68,14 @@ def from_pretrained(folder: str | Path, **changes: Any) -> nn.Module:
             "install it, or make the model in `with zero.empty_weights()` and give `weights=`",
         ) from None
     config = transformers.AutoConfig.from_pretrained(folder, **changes)
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        ask = quantized.get if isinstance(quantized, Mapping) else vars(quantized).get
+        raise UsageError(
+            f"{folder} holds quantized weights ({ask('quant_method')}), whose scales are not read",
+            "give the folder of the model that is not quantized; or load this one with "
+            'transformers (load_in_4bit=True, device_map={"": "cpu"}), and give it with an adapter',
+        )
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:

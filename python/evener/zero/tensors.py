@@ -21,6 +21,7 @@ from torch import nn
 
 from evener.base.given import given
 from evener.errors import UsageError
+from evener.zero import packed
 from evener.zero.engine import Engine
 
 _NAMES = {
@@ -78,6 +79,11 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def export(engine: Engine, path: str | Path, dtype: torch.dtype | None = None) -> Path:
     """Write the model as one safetensors file, visible when it is whole. `dtype`: the compute dtype
     by default; buffers keep theirs. All ranks call it; rank 0 writes, and its buffers."""
+    if packed.marks(engine.module):
+        raise UsageError(
+            "the model has weights in 4 bits, and a safetensors file of them needs their scales",
+            "save the adapter: model.save_pretrained(folder) of peft",
+        )
     engine.drain()
     path = Path(path)
     if path.suffix != ".safetensors":

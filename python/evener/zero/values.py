@@ -16,7 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from evener.base.given import given
 from evener.errors import UsageError
-from evener.zero import weight
+from evener.zero import packed, weight
 from evener.zero.chunk import Chunk
 from evener.zero.engine import Engine
 from evener.zero.units import Piece
@@ -103,30 +103,47 @@ def show(model: nn.Module, engine: Engine) -> None:
 
 
 def value_of(chunk: Chunk, piece: Piece) -> torch.Tensor:
-    """A parameter's value on the CPU: float32 where it is trained, else as it is computed with."""
+    """A parameter's value on the CPU: float32 where it is trained, else as it is computed with;
+    of one in 4 bits its bytes."""
     begin, end = piece.offset, piece.offset + piece.numel
     trained = chunk.group.trainable
     full = chunk.full(begin, end) if trained else chunk.states.weights[begin:end]
-    return full.detach().to("cpu", copy=True).view(piece.shape)
+    value = full.detach().to("cpu", copy=True).view(piece.shape)
+    four_bits = packed.of(piece.parameter)
+    return value if four_bits is None else four_bits.bytes_of(value)
 
 
 def _check_shapes(named: Mapping[str, tuple[Chunk, Piece]], state: Mapping[str, Any]) -> None:
     for name, (_, piece) in named.items():
-        if name in state and tuple(state[name].shape) != tuple(piece.shape):
+        four_bits = packed.of(piece.parameter)
+        shape = tuple(piece.shape if four_bits is None else four_bits.shape)
+        if name in state and tuple(state[name].shape) != shape:
             raise RuntimeError(
                 f"size mismatch for {name}: {tuple(state[name].shape)} in the state, "
-                f"{tuple(piece.shape)} in the model"
+                f"{shape} in the model"
             )
 
 
 @torch.no_grad()
 def _set(chunk: Chunk, piece: Piece, value: torch.Tensor) -> None:
+    four_bits = packed.of(piece.parameter)
+    if four_bits is not None:
+        if not torch.equal(_bytes(value), _bytes(value_of(chunk, piece))):
+            raise UsageError(
+                f"the value of {piece.name} is in 4 bits, and of other scales than the model's",
+                "load the adapter alone, or initialize with the model that has these weights",
+            )
+        return
     flat = value.detach().reshape(-1).to(chunk.states.weights.device)
     if chunk.group.trainable:
         chunk.store(piece.offset, flat.float())
     else:
         chunk.states.weights[piece.offset : piece.offset + piece.numel].copy_(flat)
     chunk.refresh()
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
 
 
 @given
@@ -150,6 +167,7 @@ def give_back(engine: Engine, model: nn.Module | None = None) -> nn.Module:
     for parameter, value in values:
         weight.free(parameter)
         parameter.data = value
+    packed.give_back(engine.module)
     for module in (model, engine.module):
         vars(module).pop("load_state_dict", None)
         vars(module).pop("__deepcopy__", None)
