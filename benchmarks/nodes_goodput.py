@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -28,8 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,24 @@ PORT = 29610
 _PRELOADED = ["torch", "torch._dynamo", "evener.ddp.line", "evener.tools.bench.train.transformers"]
 
 
-def be_a_host(given: argparse.Namespace) -> None:
-    """Fork the node's process, and kill it, as the input's lines say."""
-    for module in _PRELOADED:
+def be_a_host(modules: Sequence[str], act: Callable[..., None]) -> None:
+    """Import `modules`, then fork a process that does `act`, and kill it with all that it started,
+    as the input's lines say.
+    """
+    for module in modules:
         importlib.import_module(module)
     print("ready", flush=True)
     process = 0
     for line in sys.stdin:
         if line == "kill\n":
-            os.kill(process, signal.SIGKILL)
+            os.killpg(process, signal.SIGKILL)
             os.waitpid(process, 0)
         elif (process := os.fork()) == 0:
-            be_a_node(given, **json.loads(line))
+            os.setpgid(0, 0)
+            act(**json.loads(line))
+        else:
+            with contextlib.suppress(PermissionError):  # of the two the child was first
+                os.setpgid(process, process)
         print("done", flush=True)
 
 
@@ -70,7 +77,8 @@ def be_a_node(given: argparse.Namespace, folder: str, variables: dict[str, str])
     from evener.tools.bench.train.transformers import GPT, Shape
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     seed = time.time_ns()
     torch.manual_seed(seed)
     net = GPT(Shape(layers=2, heads=2, width=64, symbols=128, context=16))
@@ -107,16 +115,21 @@ def be_a_node(given: argparse.Namespace, folder: str, variables: dict[str, str])
 class Nodes:
     """Simulated nodes, the processes that live on them, and for how long they did."""
 
-    def __init__(self, given: argparse.Namespace, lab: Lab) -> None:
-        """All that is imported is imported when this returns."""
+    def __init__(self, lab: Lab, argv: Sequence[str]) -> None:
+        """`argv` and `--node NAME`: a program that is `be_a_host`; all is imported at the return.
+        The lab's last node is left to a hub.
+        """
+        self.own: dict[str, dict[str, str]] = {}  # variables of one node alone
         self.live: dict[str, float] = {}
         self.lived = 0.0
         self.hosts: dict[str, subprocess.Popen[str]] = {}
-        words = harness.arguments_of(given, "every", "form", "step")
-        for node in lab.nodes[: given.nodes]:
-            argv = [sys.executable, str(Path(__file__).resolve()), "--node", node.name, *words]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self.hosts[node.name] = node.popen(argv, **pipes)
+        for node in lab.nodes[:-1]:
+            self.hosts[node.name] = node.popen(
+                [*argv, "--node", node.name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         for name in self.hosts:
             self._hear(name)
 
@@ -134,7 +147,7 @@ class Nodes:
     def start(self, name: str, folder: Path, variables: dict[str, str]) -> None:
         """Start the node of that name."""
         self.live[name] = time.monotonic()
-        told = {**variables, "EVENER_HUB_NODE": name}
+        told = {**variables, **self.own.get(name, {}), "EVENER_HUB_NODE": name}
         self._tell(name, json.dumps({"folder": str(folder), "variables": told}))
 
     def kill(self, name: str) -> None:
@@ -164,12 +177,12 @@ def rate_alone(nodes: Nodes, folder: Path) -> float:
     return steps / took / len(nodes.hosts)
 
 
-@contextmanager
-def hub_of(lab: Lab, given: argparse.Namespace, folder: Path) -> Iterator[dict[str, str]]:
+@contextlib.contextmanager
+def hub_of(lab: Lab, folder: Path) -> Iterator[dict[str, str]]:
     """A hub on the lab's last node; what a node needs to join it. What it says: folder/hub.log."""
     host, token = lab.nodes[-1], folder / "token"
     argv = [sys.executable, "-m", "evener", "hub", "--listen", f"0.0.0.0:{PORT}"]
-    argv += ["--token-file", str(token), "--nodes", str(given.nodes), "--min-nodes", "2"]
+    argv += ["--token-file", str(token), "--nodes", str(len(lab.nodes) - 1), "--min-nodes", "2"]
     with (folder / "hub.log").open("w+", encoding="utf-8") as log:
         hub = host.popen(argv, stderr=log)
         while "listening" not in (folder / "hub.log").read_text(encoding="utf-8"):
@@ -197,7 +210,7 @@ def main() -> None:
     parser.add_argument("--node", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.node:
-        be_a_host(given)
+        be_a_host(_PRELOADED, functools.partial(be_a_node, given))
         return
     with (
         tempfile.TemporaryDirectory() as name,
@@ -206,11 +219,12 @@ def main() -> None:
         folder = Path(name)
         for part in ("alone", "written"):
             (folder / part).mkdir()
-        nodes = Nodes(given, lab)
+        words = harness.arguments_of(given, "every", "form", "step")
+        nodes = Nodes(lab, [sys.executable, str(Path(__file__).resolve()), *words])
         rate = rate_alone(nodes, folder / "alone")
         print(f"one node: {rate:.2f} steps/s", flush=True)
-        with hub_of(lab, given, folder) as variables:
-            found = _run(given, nodes, folder / "written", variables)
+        with hub_of(lab, folder) as variables:
+            found = run(given, nodes, folder / "written", variables)
         said = (folder / "hub.log").read_text(encoding="utf-8").splitlines()
     figures = {**found, "rate": rate, "goodput": found["counted"] / (found["lived"] * rate)}
     harness.keep(given, **figures, hub=said[-60:])
@@ -218,9 +232,10 @@ def main() -> None:
     print(harness.show(["", *shown], [["", *(figures[name] for name in shown)]]))
 
 
-def _run(
+def run(
     given: argparse.Namespace, nodes: Nodes, folder: Path, variables: dict[str, str]
 ) -> dict[str, Any]:
+    """Start all nodes, kill and start as `given` says, and count what they wrote into `folder`."""
     for name in nodes.hosts:
         nodes.start(name, folder, variables)
     chance, began, kills = random.Random(given.seed), time.monotonic(), 0
