@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from local_steps import ROWS, SHAPE
+from local_steps import SHAPE
 from nodes_goodput import ALONE, Nodes, be_a_host, hub_of, lines, run
 
 import evener
@@ -52,6 +52,7 @@ WAYS = (
 )  # fmt: skip
 LIBRARIES = ("torchft", "hivemind")
 LIMIT = 400.0
+ROWS = 1  # little arithmetic: a step is mostly slept
 _MODULES = ["torch", "torch._dynamo", "evener.ddp.line", "evener.tools.bench.train.transformers"]
 _PORT = 29510
 

@@ -7,7 +7,8 @@ Simulated nodes of one rank (`evener lab`) train a small GPT, and the hub is on 
 step lasts --step seconds, whatever its arithmetic takes: the rest is slept, as a host sleeps while
 its GPU computes, because all nodes share this machine's cores. Steps count that came into an
 average. Goodput is these, over the time that processes of nodes lived times the rate of one node
-when all train side by side without a hub. A node lives from the start of its process to its kill.
+when all train side by side without a hub; `ideal` takes the rate of steps that last --step, which
+a busy machine does not reach. A node lives from the start of its process to its kill.
 It is forked from a process that has imported torch. After the last kill the nodes end with the
 next round. Every node notes a digest of its weights after each exchange; those of a round must be
 equal. The pause is what the step lasts longer in which an exchange is.
@@ -226,9 +227,10 @@ def main() -> None:
         with hub_of(lab, folder) as variables:
             found = run(given, nodes, folder / "written", variables)
         said = (folder / "hub.log").read_text(encoding="utf-8").splitlines()
-    figures = {**found, "rate": rate, "goodput": found["counted"] / (found["lived"] * rate)}
+    share = found["counted"] / found["lived"]
+    figures = {**found, "rate": rate, "goodput": share / rate, "ideal": share * given.step}
     harness.keep(given, **figures, hub=said[-60:])
-    shown = ["kills", "rounds", "pause", "counted", "lived", "rate", "goodput", "differing"]
+    shown = ["kills", "rounds", "pause", "lived", "rate", "goodput", "ideal", "differing"]
     print(harness.show(["", *shown], [["", *(figures[name] for name in shown)]]))
 
 
