@@ -101,7 +101,8 @@ def be_a_node(given: argparse.Namespace, folder: str, variables: dict[str, str])
                 round_, since = now, 0
                 bits = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
                 digest = hashlib.sha256(bits).hexdigest()[:16]
-                file.write(f"{now} {counted} {digest} {pause:.3f}\n")
+                if counted:  # else others' weights came, at another point of their round
+                    file.write(f"{now} {counted} {digest} {pause:.3f}\n")
         tokens = (last - first) * ROWS * SHAPE.context
         file.write(f"rate {tokens / (time.monotonic() - began)} {rounds()}\n")
     while True:  # others may still need this process
@@ -153,7 +154,9 @@ def _torchft(given: argparse.Namespace, net: Any) -> tuple[Any, Any, Steps]:
     from torchft.local_sgd import DiLoCo, LocalSGD
 
     way = given.ways.partition(":")[2]
-    optimizer, minute = _adamw(net), timedelta(seconds=60)
+    optimizer = _adamw(net)
+    # As short as an exchange allows: so long the others wait for one that was killed in it.
+    timeout = timedelta(seconds=15 if given.kills else 60)
     here = os.environ["OWN_ADDRESS"]
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]
         here, 0, is_master=True, wait_for_workers=False
@@ -164,12 +167,12 @@ def _torchft(given: argparse.Namespace, net: Any) -> tuple[Any, Any, Steps]:
         optimizer.load_state_dict(state["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=minute),
+        pg=ProcessGroupGloo(timeout=timeout),
         load_state_dict=load,
         state_dict=lambda: {"net": net.state_dict(), "optimizer": optimizer.state_dict()},
         min_replica_size=2 if given.kills else given.nodes,
         use_async_quorum=False,
-        timeout=minute,
+        timeout=timeout,
         quorum_timeout=timedelta(hours=1),  # "~1h or longer", as Manager's description has it
         rank=0,
         world_size=1,
