@@ -2,7 +2,7 @@
 
     python benchmarks/local_peers.py [--ways alone,hub:int4,...] [--nodes 4] [--every 32]
         [--step 0.3] [--rounds 3] [--repeats 3] [--link 100mbit,delay=40ms,loss=1%]
-        [--python torchft=PYTHON,hivemind=PYTHON] [--kills MINUTES] [--json FILE]
+        [--torchft PYTHON] [--hivemind PYTHON] [--kills MINUTES] [--json FILE]
 
 Simulated nodes of one rank (`evener lab`) train the GPT of local_steps.py; what other libraries
 need as a server, and Evener's hub, is on a node of its own. All average every N steps.
@@ -15,10 +15,11 @@ need as a server, and Evener's hub, is on a node of its own. All average every N
     hivemind:fp16      hivemind.Optimizer, use_local_updates, parameters averaged behind steps
 
 A step lasts --step seconds, whatever its arithmetic takes: the rest is slept. The ways take turns.
-Reported: tokens per second of all nodes in the last two thirds of the rounds, and the share of what
-`alone` has in the same turn. A library that its PYTHON cannot import is left out, and a line says
-so. With --kills a random node is killed every 60 s and comes back 20 s later, as in
-nodes_goodput.py, for the ways of which it can be told which steps came into an average.
+Reported: tokens per second of all nodes in the last two thirds of the rounds, and their share of
+the ideal, which has steps that last --step and no exchange. A library that its PYTHON cannot import
+is left out, and a line says so. With --kills a random node is killed every 60 s and comes back 20 s
+later, as in nodes_goodput.py, for the ways of which it can be told which steps came into an
+average; `ideal` is the share of these among the steps that nodes could take while they lived.
 """
 
 from __future__ import annotations
@@ -258,8 +259,8 @@ def server(way: str, given: argparse.Namespace, lab: Lab, folder: Path) -> Itera
 
 
 def _python(given: argparse.Namespace, library: str) -> str:
-    pairs: list[str] = [one for one in given.python.split(",") if one.startswith(f"{library}=")]
-    return pairs[0].partition("=")[2] if pairs else sys.executable
+    """Whose packages have it."""
+    return vars(given).get(library) or sys.executable
 
 
 def _missing(given: argparse.Namespace, way: str) -> str:
@@ -337,6 +338,12 @@ def goodput(way: str, given: argparse.Namespace) -> dict[str, Any]:
         return {"rate": each}
 
 
+def _keep(given: argparse.Namespace, **figures: Any) -> None:
+    """A folder of this machine is no part of a record."""
+    kept = {name: value for name, value in vars(given).items() if name not in LIBRARIES}
+    harness.keep(argparse.Namespace(**kept), **figures)
+
+
 def main() -> None:
     """Let the ways take turns, and show the table."""
     parser = harness.arguments(__doc__, json="local-peers.json")
@@ -347,7 +354,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--step", type=float, default=0.3, help="seconds")
     parser.add_argument("--link", default="100mbit,delay=40ms,loss=1%")
-    parser.add_argument("--python", default="", help="LIBRARY=PYTHON,...: whose packages have it")
+    for library in LIBRARIES:
+        parser.add_argument(f"--{library}", metavar="PYTHON", help=f"whose packages have {library}")
     parser.add_argument("--kills", type=float, default=0.0, help="minutes")
     parser.add_argument("--kill", type=float, default=60, help=argparse.SUPPRESS)
     parser.add_argument("--back", type=float, default=20, help=argparse.SUPPRESS)
@@ -369,24 +377,24 @@ def main() -> None:
         found = {}
         for way in ways:
             found[way] = goodput(way, given)
-            if way != "alone" and "alone" in found:
-                lived = found[way]["lived"] * found["alone"]["rate"]
-                found[way]["goodput"] = found[way]["counted"] / lived
+            if way != "alone":
+                found[way]["ideal"] = given.step * found[way]["counted"] / found[way]["lived"]
             print(way, found[way], flush=True)
-            harness.keep(given, **found)
+            _keep(given, **found)
         return
     rates: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(given.repeats):
         for way in ways:
             rates[way].append(rate(way, given))
             print(f"{way} {rates[way][-1]:.0f}", flush=True)
-            harness.keep(given, rates=rates)
+            _keep(given, rates=rates)
+    ideal = given.nodes * ROWS * SHAPE.context / given.step
     rows = []
     for way, each in rates.items():
-        shares = [one / alone for one, alone in zip(each, rates[ways[0]], strict=True)]
+        shares = [one / ideal for one in each]
         row = [way, f"{statistics.median(each):.0f}", f"{statistics.median(shares):.2f}"]
         rows.append([*row, f"{min(shares):.2f} to {max(shares):.2f}"])
-    print(harness.show(["", "tokens/s", f"of {ways[0]}", "turns"], rows))
+    print(harness.show(["", "tokens/s", "of ideal", "turns"], rows))
 
 
 if __name__ == "__main__":
