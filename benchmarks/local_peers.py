@@ -12,7 +12,7 @@ need as a server, and Evener's hub, is on a node of its own. All average every N
     local:FORM         Evener, one job, an exchange behind the next N / 2 steps
     torchft:localsgd   torchft's LocalSGD
     torchft:diloco     torchft's DiLoCo in one bucket, behind N / 2 steps (fragment_sync_delay)
-    hivemind:fp16      hivemind.Optimizer, use_local_updates, parameters averaged behind steps
+    hivemind:fp16      hivemind.Optimizer with use_local_updates; its next step waits for an average
 
 A step lasts --step seconds, whatever its arithmetic takes: the rest is slept. The ways take turns.
 Reported: tokens per second of all nodes in the last two thirds of the rounds, and their share of
