@@ -1,40 +1,72 @@
 """Goodput of nodes that come and go: a random one is killed again and again, and comes back.
 
     python benchmarks/nodes_goodput.py [--nodes 4] [--minutes 15] [--kill 60] [--back 20]
-        [--json FILE]
+        [--link 100mbit,delay=40ms,loss=1%] [--form int4] [--every 50] [--step 0.05] [--json FILE]
 
-Nodes of one rank and a hub on this machine's loopback train a small GPT. A step lasts --step
-seconds, whatever its arithmetic takes: the rest is slept, as a host sleeps while its GPU computes,
-because all nodes share this machine's cores. Steps count that came into an average. Goodput is
-these, over the time that processes of nodes lived times the rate of one node when all train side by
-side without a hub. A node lives from the start of its process to its kill. It is forked from a
-process that has imported torch. Every node notes a digest of its weights after each exchange; those
-of a round must be equal.
+Simulated nodes of one rank (`evener lab`) train a small GPT, and the hub is on a node of its own. A
+step lasts --step seconds, whatever its arithmetic takes: the rest is slept, as a host sleeps while
+its GPU computes, because all nodes share this machine's cores. Steps count that came into an
+average. Goodput is these, over the time that processes of nodes lived times the rate of one node
+when all train side by side without a hub; `ideal` takes the rate of steps that last --step, which
+a busy machine does not reach. A node lives from the start of its process to its kill.
+It is forked from a process that has imported torch. After the last kill the nodes end with the
+next round. Every node notes a digest of its weights after each exchange; those of a round must be
+equal. The pause is what the step lasts longer in which an exchange is.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import functools
 import hashlib
-import multiprocessing
+import importlib
+import json
 import os
 import random
-import re
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
 
+from evener.tools.lab import Lab, Spec
+
 ALONE = 30.0
+LONGEST_ROUND = 120.0
+PORT = 29610
 _PRELOADED = ["torch", "torch._dynamo", "evener.ddp.line", "evener.tools.bench.train.transformers"]
 
 
-def be_a_node(name: str, folder: str, variables: dict[str, str], step: float, every: int) -> None:
+def be_a_host(modules: Sequence[str], act: Callable[..., None]) -> None:
+    """Import `modules`, then fork a process that does `act`, and kill it with all that it started,
+    as the input's lines say.
+    """
+    for module in modules:
+        importlib.import_module(module)
+    print("ready", flush=True)
+    process = 0
+    for line in sys.stdin:
+        if line == "kill\n":
+            os.killpg(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        elif (process := os.fork()) == 0:
+            os.setpgid(0, 0)
+            act(**json.loads(line))
+        else:
+            with contextlib.suppress(PermissionError):  # of the two the child was first
+                os.setpgid(process, process)
+        print("done", flush=True)
+
+
+def be_a_node(given: argparse.Namespace, folder: str, variables: dict[str, str]) -> None:
     """Train until killed; write a line for each exchange, or for each step without a hub."""
     os.environ.update(variables, GLOO_SOCKET_IFNAME="lo", EVENER_LOG="warning")
     import torch
@@ -46,82 +78,122 @@ def be_a_node(name: str, folder: str, variables: dict[str, str], step: float, ev
     from evener.tools.bench.train.transformers import GPT, Shape
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch.manual_seed(os.getpid())
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    seed = time.time_ns()
+    torch.manual_seed(seed)
     net = GPT(Shape(layers=2, heads=2, width=64, symbols=128, context=16))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     model: Any = DistributedDataParallel(net)
     if "EVENER_HUB" in variables:
-        model = accelerate(model, optimizer, every=every)
-    generator = torch.Generator().manual_seed(os.getpid())
+        model = accelerate(model, optimizer, every=given.every, mode=given.form)
+    generator = torch.Generator().manual_seed(seed)
     round_ = model.evener.rounds if "EVENER_HUB" in variables else 0
     since, due = 0, time.monotonic()
-    path = Path(folder) / f"{name}-{os.getpid()}"
+    path = Path(folder) / f"{given.node}-{seed}"
     with path.open("a", buffering=1, encoding="utf-8") as file:
         while True:
             x = torch.randint(128, (2, 16), generator=generator)
             loss = cross_entropy(model(x).flatten(0, 1), x.flatten())
             optimizer.zero_grad()
             loss.backward()
-            due = max(due + step, time.monotonic())
+            due = max(due + given.step, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
             since += 1
+            began = time.monotonic()
             optimizer.step()  # an exchange is in here
             if "EVENER_HUB" not in variables:
                 file.write("step\n")
             elif model.evener.rounds != round_:
+                pause = time.monotonic() - began
                 counted = since if model.evener.rounds == round_ + 1 else 0
                 round_, since = model.evener.rounds, 0
                 bits = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
                 digest = hashlib.sha256(bits).hexdigest()[:16]
-                file.write(f"{round_} {counted} {digest} {time.time():.2f}\n")
+                file.write(f"{round_} {counted} {digest} {pause:.3f}\n")
 
 
 class Nodes:
-    """Processes of nodes, and for how long they lived."""
+    """Simulated nodes, the processes that live on them, and for how long they did."""
 
-    def __init__(self, given: argparse.Namespace, folder: str, variables: dict[str, str]) -> None:
-        self.given, self.folder, self.variables = given, folder, variables
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(_PRELOADED)
-        self.live: dict[str, tuple[Any, float]] = {}
+    def __init__(self, lab: Lab, argv: Sequence[str]) -> None:
+        """`argv` and `--node NAME`: a program that is `be_a_host`; all is imported at the return.
+        The lab's last node is left to a hub.
+        """
+        self.own: dict[str, dict[str, str]] = {}  # variables of one node alone
+        self.live: dict[str, float] = {}
         self.lived = 0.0
+        self.hosts: dict[str, subprocess.Popen[str]] = {}
+        for node in lab.nodes[:-1]:
+            self.hosts[node.name] = node.popen(
+                [*argv, "--node", node.name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        for name in self.hosts:
+            self._hear(name)
 
-    def start(self, name: str) -> None:
+    def _hear(self, name: str) -> None:
+        out = self.hosts[name].stdout
+        if out is None or not out.readline():
+            raise SystemExit(f"error: the processes of {name} have ended")
+
+    def _tell(self, name: str, line: str) -> None:
+        to = self.hosts[name].stdin
+        assert to is not None
+        print(line, file=to, flush=True)
+        self._hear(name)
+
+    def start(self, name: str, folder: Path, variables: dict[str, str]) -> None:
         """Start the node of that name."""
-        variables = {**self.variables, "EVENER_HUB_NODE": name}
-        words = (name, self.folder, variables, self.given.step, self.given.every)
-        process = self.context.Process(target=be_a_node, args=words, daemon=True)
-        process.start()
-        self.live[name] = process, time.monotonic()
+        self.live[name] = time.monotonic()
+        told = {**variables, **self.own.get(name, {}), "EVENER_HUB_NODE": name}
+        self._tell(name, json.dumps({"folder": str(folder), "variables": told}))
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
-        process, began = self.live.pop(name)
-        process.kill()
-        process.join()
-        self.lived += time.monotonic() - began
-
-    def lines(self) -> list[list[str]]:
-        """What they wrote."""
-        files = sorted(Path(self.folder).iterdir())
-        return [line.split() for f in files for line in f.read_text(encoding="utf-8").splitlines()]
+        self._tell(name, "kill")
+        self.lived += time.monotonic() - self.live.pop(name)
 
 
-def rate_alone(given: argparse.Namespace, names: list[str]) -> float:
+def lines(folder: Path) -> list[list[str]]:
+    """What the nodes wrote."""
+    texts = [file.read_text(encoding="utf-8") for file in sorted(folder.iterdir())]
+    return [line.split() for text in texts for line in text.splitlines()]
+
+
+def rate_alone(nodes: Nodes, folder: Path) -> float:
     """Steps per second of one node, of all side by side."""
-    with tempfile.TemporaryDirectory() as folder:
-        nodes = Nodes(given, folder, {})
-        for name in names:
-            nodes.start(name)
-        while len(nodes.lines()) < 20 * len(names):
-            time.sleep(0.2)
-        before, began = len(nodes.lines()), time.monotonic()
-        time.sleep(ALONE)
-        steps, took = len(nodes.lines()) - before, time.monotonic() - began
-        for name in names:
-            nodes.kill(name)
-    return steps / took / len(names)
+    for name in nodes.hosts:
+        nodes.start(name, folder, {})
+    while len(lines(folder)) < 20 * len(nodes.hosts):
+        time.sleep(0.2)
+    before, began = len(lines(folder)), time.monotonic()
+    time.sleep(ALONE)
+    steps, took = len(lines(folder)) - before, time.monotonic() - began
+    for name in list(nodes.live):
+        nodes.kill(name)
+    nodes.lived = 0.0
+    return steps / took / len(nodes.hosts)
+
+
+@contextlib.contextmanager
+def hub_of(lab: Lab, folder: Path) -> Iterator[dict[str, str]]:
+    """A hub on the lab's last node; what a node needs to join it. What it says: folder/hub.log."""
+    host, token = lab.nodes[-1], folder / "token"
+    argv = [sys.executable, "-m", "evener", "hub", "--listen", f"0.0.0.0:{PORT}"]
+    argv += ["--token-file", str(token), "--nodes", str(len(lab.nodes) - 1), "--min-nodes", "2"]
+    with (folder / "hub.log").open("w+", encoding="utf-8") as log:
+        hub = host.popen(argv, stderr=log)
+        while "listening" not in (folder / "hub.log").read_text(encoding="utf-8"):
+            if hub.poll() is not None:
+                raise SystemExit("error: the hub has ended")
+            time.sleep(0.1)
+        secret = token.read_text(encoding="utf-8")
+        yield {"EVENER_HUB": f"{host.addresses[0]}:{PORT}", "EVENER_HUB_TOKEN": secret}
+        hub.terminate()
+        hub.wait()
 
 
 def main() -> None:
@@ -133,42 +205,41 @@ def main() -> None:
     parser.add_argument("--back", type=float, default=20, help="seconds until it is back")
     parser.add_argument("--step", type=float, default=0.05, help="seconds per step")
     parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--form", default="exact")
+    parser.add_argument("--link", default="none", help="as evener lab run has it")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--node", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    names = [f"node{i}" for i in range(given.nodes)]
-    rate = rate_alone(given, names)
-    print(f"one node: {rate:.2f} steps/s", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        token = Path(folder) / "token"
-        argv = [sys.executable, "-m", "evener", "hub", "--listen", "127.0.0.1:0"]
-        argv += ["--token-file", str(token), "--nodes", str(given.nodes), "--min-nodes", "2"]
-        hub = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-        assert hub.stderr is not None
-        port = re.search(r":(\d+)$", hub.stderr.readline().strip())
-        assert port is not None
-        log = Path(folder) / "hub.log"
-        with log.open("w", encoding="utf-8") as to:
-            subprocess.Popen(["cat"], stdin=hub.stderr, stdout=to)
-        written = Path(folder) / "nodes"
-        written.mkdir()
-        variables = {
-            "EVENER_HUB": f"127.0.0.1:{port[1]}",
-            "EVENER_HUB_TOKEN": token.read_text(encoding="utf-8"),
-        }
-        nodes = Nodes(given, str(written), variables)
-        for name in names:
-            nodes.start(name)
-        found = _run(given, nodes)
-        hub.terminate()
-        hub.wait()
-        said = log.read_text(encoding="utf-8").splitlines()
-    figures = {**found, "rate": rate, "goodput": found["counted"] / (found["lived"] * rate)}
+    if given.node:
+        be_a_host(_PRELOADED, functools.partial(be_a_node, given))
+        return
+    with (
+        tempfile.TemporaryDirectory() as name,
+        Lab(Spec.parse(f"{given.nodes + 1}x1@{given.link}"), keep=[name]) as lab,
+    ):
+        folder = Path(name)
+        for part in ("alone", "written"):
+            (folder / part).mkdir()
+        words = harness.arguments_of(given, "every", "form", "step")
+        nodes = Nodes(lab, [sys.executable, str(Path(__file__).resolve()), *words])
+        rate = rate_alone(nodes, folder / "alone")
+        print(f"one node: {rate:.2f} steps/s", flush=True)
+        with hub_of(lab, folder) as variables:
+            found = run(given, nodes, folder / "written", variables)
+        said = (folder / "hub.log").read_text(encoding="utf-8").splitlines()
+    share = found["counted"] / found["lived"]
+    figures = {**found, "rate": rate, "goodput": share / rate, "ideal": share * given.step}
     harness.keep(given, **figures, hub=said[-60:])
-    shown = ["kills", "rounds", "counted", "lived", "rate", "goodput", "differing"]
+    shown = ["kills", "rounds", "pause", "lived", "rate", "goodput", "ideal", "differing"]
     print(harness.show(["", *shown], [["", *(figures[name] for name in shown)]]))
 
 
-def _run(given: argparse.Namespace, nodes: Nodes) -> dict[str, Any]:
+def run(
+    given: argparse.Namespace, nodes: Nodes, folder: Path, variables: dict[str, str]
+) -> dict[str, Any]:
+    """Start all nodes, kill and start as `given` says, and count what they wrote into `folder`."""
+    for name in nodes.hosts:
+        nodes.start(name, folder, variables)
     chance, began, kills = random.Random(given.seed), time.monotonic(), 0
     back: list[tuple[float, str]] = []
     end, kill_at = began + 60 * given.minutes, began + given.kill
@@ -182,19 +253,25 @@ def _run(given: argparse.Namespace, nodes: Nodes) -> dict[str, Any]:
             print(f"{now - began:.0f} s: {victim} is killed", flush=True)
         for at, name in [one for one in back if now >= one[0]]:
             back.remove((at, name))
-            nodes.start(name)
+            nodes.start(name, folder, variables)
         time.sleep(0.1)
+    exchanges = len(lines(folder))
+    while len(lines(folder)) < exchanges + len(nodes.live):
+        if time.monotonic() > end + LONGEST_ROUND:
+            raise SystemExit(f"error: no round has ended within {LONGEST_ROUND:.0f} s")
+        time.sleep(0.05)
     for name in list(nodes.live):
         nodes.kill(name)
-    lines = nodes.lines()
+    written = lines(folder)
     digests = collections.defaultdict(set)
-    for round_, _, digest, _ in lines:
+    for round_, _, digest, _ in written:
         digests[round_].add(digest)
     return {
         "kills": kills,
         "rounds": len(digests),
-        "exchanges": len(lines),
-        "counted": sum(int(line[1]) for line in lines),
+        "exchanges": len(written),
+        "pause": statistics.median(float(line[3]) for line in written),
+        "counted": sum(int(line[1]) for line in written),
         "lived": nodes.lived,
         "differing": sum(len(each) > 1 for each in digests.values()),
     }
