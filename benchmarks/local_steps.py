@@ -1,15 +1,16 @@
 """Tokens per second with and without local steps: a GPT on simulated nodes with a slow network.
 
     python benchmarks/local_steps.py [--ways none:ddp,100mbit:ddp,100mbit:16:exact,...]
-        [--nodes 4] [--steps 128] [--repeats 2] [--step 0] [--json FILE]
+        [--nodes 4] [--steps 128] [--repeats 2] [--step 0] [--speeds 1] [--json FILE]
 
-Each way is the rate of a node's card (`wan`: 100 Mb/s, 80 ms there and back, 1% of packets lost),
-and what trains: DistributedDataParallel (`ddp`), or local
+Each way is the rate of a node's card (`wan`: 100 Mb/s, 80 ms there and back, 1% of packets lost;
+`far`: 1 Gb/s, 80 ms), and what trains: DistributedDataParallel (`ddp`), or local
 steps as `N:FORM`; `N+M:FORM` lets an exchange run behind the next M steps, `auto:FORM` chooses N
 and M. The ways take turns. Reported: tokens per second of all ranks from the second half of a run
 on, in which there are exchanges, and their median's ratio to the first way. All nodes share this
 machine's cores, so the ratio is right and the rate is not one of a cluster. A step lasts `--step`
 seconds, whatever its arithmetic takes: the rest is slept, as a host sleeps while its GPU computes.
+Nodes have `--speeds` in turn: at 0.5 a step lasts twice as long.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ WAYS = (
 )
 SHAPE = Shape(layers=4, heads=4, width=128, symbols=256, context=64)
 ROWS = 4
-LINKS = {"wan": "100mbit,delay=40ms,loss=1%"}
+LINKS = {"wan": "100mbit,delay=40ms,loss=1%", "far": "1gbit,delay=40ms"}
 
 
 def be_a_rank(given: argparse.Namespace) -> None:
@@ -56,13 +57,15 @@ def be_a_rank(given: argparse.Namespace) -> None:
             how["overlap"] = int(overlap)
         model = accelerate(model, optimizer, mode=form, **how)
     torch.manual_seed(dist.get_rank())
+    speeds = [float(speed) for speed in given.speeds.split(",")]
+    lasts = given.step / speeds[dist.get_rank() % len(speeds)]
     first = given.steps // 2
     began = 0.0
     for step in range(given.steps):
         if step == first:
             dist.barrier()
             began = time.perf_counter()
-        due = time.perf_counter() + given.step
+        due = time.perf_counter() + lasts
         x = torch.randint(SHAPE.symbols, (ROWS, SHAPE.context))
         loss = cross_entropy(model(x).flatten(0, 1), x.flatten())
         optimizer.zero_grad()
@@ -86,6 +89,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--step", type=float, default=0.0, help="seconds")
+    parser.add_argument("--speeds", default="1", help="of the nodes, in turn; of their --step")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way:
@@ -98,7 +102,7 @@ def main() -> None:
         for way in ways:
             link, _, what = way.partition(":")
             argv = [sys.executable, str(Path(__file__).resolve()), "--way", what]
-            argv += ["--steps", str(given.steps), "--step", str(given.step)]
+            argv += harness.arguments_of(given, "steps", "step", "speeds")
             job = harness.in_lab(f"{given.nodes}x1@{LINKS.get(link, link)}", argv, limit=900)
             if job.failed:
                 raise SystemExit(f"{way}: {job.failed}")

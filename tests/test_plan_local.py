@@ -86,7 +86,11 @@ def test_a_ring_pays_its_latency_for_each_bucket() -> None:
     one = row(plan(f"{far} --bucket-mb 1024 --floor exact"), "ranks", "exact", 8, "10")
     many = row(plan(f"{far} --bucket-mb 1 --floor exact"), "ranks", "exact", 8, "10")
     buckets = -(-400_000_000 // (1 << 20))
-    assert many["exchange_ms"] - one["exchange_ms"] == pytest.approx((buckets - 1) * 14 * 10)
+    # A hop is a round trip of 20 ms: 14 of them for a bucket, and 7 in which the ranks meet.
+    assert many["exchange_ms"] - one["exchange_ms"] == pytest.approx((buckets - 1) * 14 * 20)
+    near = row(plan(f"{BASE} --every 10 --nodes 8x1 --bucket-mb 1024 --floor exact"),
+               "ranks", "exact", 8, "10")  # fmt: skip
+    assert one["exchange_ms"] - near["exchange_ms"] == pytest.approx((14 + 7) * 20)
 
 
 @pytest.mark.parametrize(

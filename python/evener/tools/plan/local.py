@@ -2,7 +2,9 @@
 
 A round repeats, so one is worked out. Between ranks (`evener.comm.rounds`) all take N steps, wait
 for the slowest, and exchange; the exchange may run behind the next steps. Its time is the planner's
-(`comm.planner.costs`), bucket after bucket, because a ring pays its latency for each. Through a hub
+(`comm.planner.costs`), bucket after bucket, because a ring pays its latency for each, with a round
+trip for a hop: who receives says first that it is ready, as Gloo has it. Before, the ranks meet,
+with a hop to each. Through a hub
 (`evener.comm.hub`) the first node that has taken N steps calls the others, each brings what it has
 after the step that it is in, and all bytes go through the hub's card: up, and then down.
 
@@ -86,7 +88,8 @@ def rows(job: Job, costs: Costs, forms: Sequence[Paper], every: int | str, hub: 
     """All ways on one cluster. A hub needs `every` as a number, and a form that travels to it."""
     found = []
     for form in forms:
-        takes = exchange_ms(job, costs, form.name)
+        trip = 2 * hub.node.latency_ms
+        takes = exchange_ms(job, costs, form.name, (costs.nodes - 1) * trip)
         slow = max(job.steps(costs.nodes))
         if every == "auto":
             paces = [pace.choose(slow, takes)]
@@ -101,15 +104,18 @@ def rows(job: Job, costs: Costs, forms: Sequence[Paper], every: int | str, hub: 
     return found
 
 
-def exchange_ms(job: Job, costs: Costs, form: str) -> float:
-    """An exchange between all ranks: the stages of buckets run side by side, each in turn."""
+def exchange_ms(job: Job, costs: Costs, form: str, meet_ms: float) -> float:
+    """An exchange between all ranks: the stages of buckets run side by side, each in turn.
+
+    `meet_ms`: what comes before, while they see that all are at the same place.
+    """
     whole, rest = divmod(job.bytes, job.bucket_bytes)
     full = costs.stages("two", form, job.bucket_bytes) if whole else (0.0, 0.0, 0.0)
     last = costs.stages("two", form, rest) if rest else (0.0, 0.0, 0.0)
     lanes = [whole * a + b for a, b in zip(full, last, strict=True)]
     first = full if whole else last
     longest = max(range(3), key=lambda stage: lanes[stage])
-    return lanes[longest] + sum(first) - first[longest]
+    return meet_ms + lanes[longest] + sum(first) - first[longest]
 
 
 def between_ranks(job: Job, costs: Costs, form: Paper, chosen: Pace, takes: float) -> Row:
@@ -192,6 +198,7 @@ def run(given: dict[str, Any]) -> None:
     clusters, links = read.clusters(given["nodes"]), read.Links.of(given)
     hub_rate = parse_rate(given["hub"] or given["network"], "--hub")
     at = Hub(Link.of_rate(hub_rate, given["latency_us"], given["goodput"]), links.between)
+    trips = Link(2 * links.between.latency_ms, links.between.bytes_a_ms)
     speeds = parse_speeds(given["speeds"])
     if given["bucket_mb"] == 0:
         raise UsageError(
@@ -207,7 +214,7 @@ def run(given: dict[str, Any]) -> None:
     forms = forms_to(given["floor"], given["topk_ratio"])
     found: list[Row] = []
     for nodes, per_node in clusters:
-        costs = of_network(nodes, per_node, links.between, links.inside, forms, links.memory)
+        costs = of_network(nodes, per_node, trips, links.inside, forms, links.memory)
         found += rows(job, costs, forms, given["every"], at)
     amount, unit = shape.per_step()
     if given["as_json"]:
