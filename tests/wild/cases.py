@@ -196,7 +196,7 @@ PROGRAMS = (
     *(
         Program(f"zero-{name}", "zero_frameworks", ("-k", name))
         for name in ("trainer-lora", "trainer-best", "trainer-generates", "trl-sft",
-                     "qlora", "accelerate-lora", "lightning-accumulates")
+                     "qlora-sft", "qlora-dpo", "accelerate-lora", "lightning-accumulates")
     ),
     *(Program(f"zero-models-{n}", "zero_models", ("--part", f"{n}/8")) for n in range(1, 9)),
     Program("moe-models", "moe_models"),

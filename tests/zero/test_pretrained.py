@@ -118,6 +118,19 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert "empty_weights" in refused.value.fix
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantized_values_are_refused(dtype: torch.dtype) -> None:
+    with zero.empty_weights():
+        model = Model()
+
+    def source(name: str, parameter: nn.Parameter) -> torch.Tensor:
+        value = torch.zeros(parameter.shape)
+        return value.to(dtype) if name == "layers.1.up.weight" else value
+
+    with pytest.raises(UsageError, match=r"layers\.1\.up\.weight is torch\..*8.* is quantized"):
+        zero.initialize(model=model, config=configuration(), weights=source, resident=set())
+
+
 @pytest.mark.parametrize("way", ["bitsandbytes", "fp8"])
 def test_a_folder_of_quantized_weights_is_refused(tmp_path: Path, way: str) -> None:
     pytest.importorskip("transformers")

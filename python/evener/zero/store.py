@@ -297,6 +297,12 @@ def _fill(
                 f"{piece.name} has shape {tuple(given.shape)}, expected {tuple(piece.shape)}",
                 "give the weights of this model",
             )
+        if given.dtype.itemsize == 1 or not given.is_floating_point():
+            raise UsageError(
+                f"{piece.name} is {given.dtype} in the weights: it is quantized, and its scale is "
+                "not read",
+                "give weights that are not quantized",
+            )
         flat = given.detach().reshape(-1)
         # Its own memory goes now, so that the model is never there twice.
         piece.parameter.data = torch.empty(0, dtype=chunk.flat.dtype, device=device.device)
