@@ -98,9 +98,10 @@ def accelerate(
     0: the ranks wait for it. EVENER_OVERLAP wins over it. every="auto" chooses both, from what a
     step and an exchange take (`evener.comm.pace`), and rank 0 says what. `outer_lr`,
     `outer_momentum`: of the step that the average makes; default 0.7 and 0.9, with Muon 0.9 and
-    0.6, with top-k and low rank 1 and 0. Then `model.evener` is an `evener.comm.rounds.Rounds`. Where EVENER_HUB is set
-    (`evener launch --join`), this job is one node of several, which average through a hub, and
-    `model.evener` an `evener.comm.hub.rounds.NodeRounds`: `steps` says how far all are.
+    0.6, with top-k and low rank 1 and 0. Then `model.evener` is an `evener.comm.rounds.Rounds`.
+    Where EVENER_HUB is set (`evener launch --join`), this job is one node of several, which average
+    through a hub, and `model.evener` an `evener.comm.hub.rounds.NodeRounds`: `steps` says how far
+    all are.
 
     For top-k: `warmup_steps`: come down to `ratio` from 25% within this many steps. `momentum`: of
     an SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then
