@@ -103,6 +103,10 @@ struct Flow {
     entropy: u64,
     /// Where it tries a lost port again: the flow that took its place, and the path that it was.
     comeback_of: Option<(u64, PathId)>,
+    /// Which flow it replaces when it is up ([`Dialer::greet_again`]).
+    in_place_of: Option<u64>,
+    /// It has been up.
+    was_up: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -205,6 +209,8 @@ impl Dialer {
                 since: Duration::ZERO,
                 entropy: 0,
                 comeback_of: None,
+                in_place_of: None,
+                was_up: false,
             },
         );
         self.next
@@ -234,23 +240,21 @@ impl Dialer {
     }
 
     /// There is something that only the first words on a connection say: over each route a flow is
-    /// dialled, which takes the place of one that is up. Where one waits to be dialled, it will say it.
+    /// dialled, which takes the place of one that has been up. Of one that is down now the former path may
+    /// recover, and then nothing would be said. One that was never up and waits will say it.
     pub fn greet_again(&mut self, now: Duration) {
         for route in self.routes.clone() {
-            let mut flows = self.flows.iter().filter(|(_, flow)| flow.route == route);
-            if flows
-                .clone()
-                .any(|(_, flow)| matches!(flow.state, State::Waiting(_)))
-            {
+            let flows = self.flows.iter();
+            let flows = flows.filter(|(_, flow)| flow.route == route && flow.comeback_of.is_none());
+            let known = flows.clone().find(|(_, flow)| flow.was_up);
+            let place = known.map(|(id, _)| *id);
+            let mut new = flows.filter(|(_, flow)| !flow.was_up);
+            if new.any(|(_, flow)| matches!(flow.state, State::Waiting(_))) {
                 continue;
             }
-            let up = flows.find_map(|(id, flow)| match flow.state {
-                State::Up(path) => Some((*id, path)),
-                _ => None,
-            });
-            let (id, entropy) = (self.add(route, now), self.random());
+            let id = self.add(route, now);
             if let Some(flow) = self.flows.get_mut(&id) {
-                (flow.entropy, flow.comeback_of) = (entropy, up);
+                flow.in_place_of = place;
             }
         }
     }
@@ -328,8 +332,20 @@ impl Dialer {
             self.replaced.push(path);
             return;
         };
-        (flow.state, flow.since) = (State::Up(path), now);
-        let of = flow.comeback_of.take();
+        (flow.state, flow.since, flow.was_up) = (State::Up(path), now, true);
+        let (of, place) = (flow.comeback_of.take(), flow.in_place_of.take());
+        if let Some(other) = place.and_then(|of| self.flows.remove(&of))
+            && let State::Up(path) = other.state
+        {
+            self.replaced.push(path);
+        }
+        for flow in self.flows.values_mut() {
+            if let (Some(place), Some((of, _))) = (&mut flow.in_place_of, of)
+                && *place == of
+            {
+                *place = id;
+            }
+        }
         if let Some(other) = of.and_then(|(of, _)| self.flows.remove(&of)) {
             // It is the same flow's trouble, whichever port it has.
             if let Some(flow) = self.flows.get_mut(&id) {

@@ -149,15 +149,20 @@ fn who_greets_again_dials_each_route_once_and_keeps_as_many_flows() {
     assert_eq!(connect_all(&mut dialer, now).0, [ROUTE, second]);
     let closed = connect_all(&mut dialer, now).1;
     assert_eq!((closed.len(), dialer.up()), (2, 4));
-    // One that waits to be dialled will say it.
-    for path in 1..20 {
-        dialer.down(PathId(path), now);
-    }
+    // All are suspect. They recover, and it is said all the same.
+    let paths = (1..20).map(PathId);
+    let down: Vec<PathId> = paths.filter(|path| dialer.down(*path, now)).collect();
+    assert_eq!(down.len(), 4);
     dialer.greet_again(now);
-    now += Duration::from_secs(1);
-    dialer.hurry(now);
+    down.iter().for_each(|path| dialer.recovered(*path, now));
+    assert_eq!(connect_all(&mut dialer, now).0, [ROUTE, second]);
     connect_all(&mut dialer, now);
     assert_eq!(dialer.up(), 4);
+    // One that was never up will say it.
+    let mut new = Dialer::new(&[ROUTE, second], 2, 8, 1);
+    new.greet_again(now);
+    assert_eq!(connect_all(&mut new, now).0, [ROUTE, second]);
+    now += Duration::from_secs(1);
     // The side that has one flow has others to say it over.
     let mut other = Dialer::new(&[ROUTE, second], 1, 8, 1);
     connect_all(&mut other, Duration::ZERO);

@@ -37,7 +37,7 @@ const ASKS_EVERY: u64 = 16;
 /// Between two looks whether a dropped path answers again: at first, and after more of them by doubling.
 const LOOK: Duration = Duration::from_millis(250);
 /// Looks until the time between them doubles, and how often it does.
-const LOOKS: (u32, u32) = (8, 4);
+const LOOKS: (u32, u32) = (8, 2);
 
 /// What a connection may send, for the choice of a path.
 #[derive(Debug, Clone, Copy)]
