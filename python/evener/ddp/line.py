@@ -242,8 +242,8 @@ def _outer_step(form: str, optimizers: Sequence[torch.optim.Optimizer]) -> tuple
     """Learning rate and momentum of the step that an average makes, where the user gives none.
 
     0.7 and 0.9 are DiLoCo's. What comes over many rounds is a momentum already
-    (`evener.comm.rounds`). Muon's steps all have one length, and the changes of its rounds agree
-    less: less momentum is better there (docs/benchmarks/accuracy.md#local-steps).
+    (`evener.comm.rounds`). The ranks' ways in a round agree less under Muon, and less momentum is
+    better there (docs/benchmarks/accuracy.md#local-steps).
     """
     if forms.described(form).late:
         return 1.0, 0.0
