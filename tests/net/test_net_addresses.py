@@ -81,7 +81,7 @@ def test_an_address_that_changes_is_followed(nodes: tuple[int, ...]) -> None:
         moved = rows[0]["messages"] * rows[0]["size"]
         for node in nodes:
             assert arrived(lab, node) - before[node] > moved / 20, (node, moved, before, log)
-    said = {line[:7] for line in log if "in place of" in line}
+    said = {line[:7] for line in log if " replaces " in line}
     assert said == {f"{node}@node{node}" for node in nodes}, log
 
 

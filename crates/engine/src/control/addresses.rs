@@ -80,7 +80,7 @@ impl Control {
             let nic = &nics[change.place];
             let text = match &change.was {
                 None => format!("{nic} has come: it is used"),
-                Some(was) => format!("{nic} is used in place of {}", was.address),
+                Some(was) => format!("{nic} replaces {}", was.address),
             };
             self.shared.log(Level::Info, &text);
             if let Some(was) = &change.was {
