@@ -262,7 +262,7 @@ def test_what_fails_beside_training_is_raised_by_the_next_save(
 
 
 def test_safetensors_with_the_library(tmp_path: Path) -> None:
-    """What we write, the format's own library reads; what it writes, FP8 too, we read."""
+    """What we write, the format's own library reads; what it writes, in mixed dtypes, we read."""
     torch.manual_seed(0)
     engine = start(Model(), bf16={"enabled": True})
     train(engine, batches(1))
@@ -273,7 +273,7 @@ def test_safetensors_with_the_library(tmp_path: Path) -> None:
     assert all(torch.equal(read[n], want[n].bfloat16()) for n in want)
     (tmp_path / "theirs").mkdir()
     theirs = {name: torch.randn(value.shape) for name, value in want.items()}
-    theirs["embed.weight"] = theirs["embed.weight"].to(torch.float8_e4m3fn)
+    theirs["embed.weight"] = theirs["embed.weight"].half()
     save_file(theirs, tmp_path / "theirs/model.safetensors")
     with torch.device("meta"):
         empty = Model()
