@@ -13,6 +13,8 @@ pytestmark = [
 ]
 
 SECONDS = 8.0
+# Bytes of messages, however busy the machine is.
+CARRIES = 500_000
 
 
 def ip(lab: Lab, node: int, *commands: str) -> None:
@@ -58,10 +60,9 @@ def test_a_card_that_comes_later_is_used(lacks: str, nodes: tuple[int, ...]) -> 
                     give(lab, node, 2)
 
         rows = exchange(lab, SECONDS, log=log, when_both_begin=come)
-        moved = rows[0]["messages"] * rows[0]["size"]
         for node in nodes:
-            # It was there for a part of the run; before, nothing found it at all.
-            assert arrived(lab, node) > moved / 20, (node, moved, log)
+            # Nothing finds a card that is not used.
+            assert arrived(lab, node) > CARRIES, (node, rows, log)
     assert {line[:7] for line in log if "has come" in line} == {f"{n}@node{n}" for n in nodes}, log
 
 
@@ -78,9 +79,8 @@ def test_an_address_that_changes_is_followed(nodes: tuple[int, ...]) -> None:
                 give(lab, node, 7)
 
         rows = exchange(lab, SECONDS, log=log, when_both_begin=change)
-        moved = rows[0]["messages"] * rows[0]["size"]
         for node in nodes:
-            assert arrived(lab, node) - before[node] > moved / 20, (node, moved, before, log)
+            assert arrived(lab, node) - before[node] > CARRIES, (node, rows, before, log)
     said = {line[:7] for line in log if " replaces " in line}
     assert said == {f"{node}@node{node}" for node in nodes}, log
 
