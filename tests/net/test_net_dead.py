@@ -8,7 +8,7 @@ import pytest
 from evener.net import plugin_path
 from evener.tools.bench.net.drive import Job, command
 from evener.tools.lab import Lab, Spec, unavailable
-from tests.net.exchange import ENGINE, exchange, refused_is_skipped
+from tests.net.exchange import ENGINE, exchange, quiet, refused_is_skipped
 
 pytestmark = [
     pytest.mark.lab,
@@ -19,6 +19,7 @@ each_engine = pytest.mark.parametrize("engine", ["tcp", "udp", "xdp"])
 TWO_PATHS = "2x1@100mbit,paths=2,queue=20ms"
 
 
+@quiet
 @each_engine
 @pytest.mark.parametrize("fault", ["blackhole", "down"])
 def test_nothing_is_lost_where_no_path_is_left_for_a_while(fault: str, engine: str) -> None:
