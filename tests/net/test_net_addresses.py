@@ -45,7 +45,7 @@ def give(lab: Lab, node: int, host: int) -> None:
 
 
 def long_run(lab: Lab, log: list[str], when_both_begin: Callable[[], None]) -> bool:
-    """Whether the exchange lasted for long enough to tell: it may be over before a card is found."""
+    """Whether the exchange lasted long enough: it may be over before a card is found."""
     rows = exchange(lab, SECONDS, log=log, when_both_begin=when_both_begin)
     return rows[0]["seconds"] > SECONDS / 2
 
