@@ -38,19 +38,20 @@ PLAIN = "fsdp2"
 WAYS = (PLAIN, "exact", "int8", "int4")
 WIDE = 2  # bytes of a weight and of a gradient
 BITS = 4.0
-"""Of a weight's difference: 4.5 in the first steps of the runs in fsdp-ethernet.json and 3.4 ten
-steps later. Embeddings of which a step sees few rows take less."""
+"""Bits per weight that a difference takes: 4.5 in the first steps of the runs in
+fsdp-ethernet.json, 3.4 ten steps later. Embeddings take less where a step sees few of their
+rows."""
 CODER = 29.0
 """Times that coding and decoding a difference take what the memory takes for the weight's bytes:
 10.3 ms for 706 MB at 2 TB/s (the profile in fsdp-ethernet.json)."""
 CHECK_MS = 1.8
-"""Of a unit and forward pass in which the host waits for the GPU's comparison and for all ranks'
-numbers: a micro-batch that sends nothing takes 27 ms more than FSDP2's own in fsdp-ethernet.json,
-for 15 units, wherever the mirror lies."""
+"""Milliseconds that the host waits per unit and forward pass, for the GPU's comparison and for all
+ranks' numbers: a micro-batch that sends nothing takes 27 ms more than FSDP2's own in
+fsdp-ethernet.json, for 15 units, wherever the mirror lies."""
 CODE_MS = 2.4
-"""Of a unit in backward whose gradients go in a form, besides its bytes and its computing: an INT4
-step in fsdp-ethernet.json took 36 ms more than both, for 15 units. What it is has not been found;
-where the bytes take longer it does not show."""
+"""Milliseconds per unit that a backward pass takes beyond bytes and computing where gradients go in
+a form: an INT4 step in fsdp-ethernet.json took 36 ms more than both, for 15 units. The cause is not
+known. It does not show where the bytes take longer."""
 OPTIMIZER = 75.0
 """Bytes of memory traffic per weight of a rank's shard in AdamW's step: 13.2 ms for 353M weights at
 2 TB/s (the same profile)."""
