@@ -5,9 +5,10 @@
 
 Two ranks train the GPT of hsdp.py: over NVLink as one host, then as two simulated nodes, plain over
 NCCL's sockets and under Evener in each column (a form, with its mirror's place behind a colon:
-`int8:gpu`). Steps of one micro-batch, and of several of which the last one alone reduces its
-gradients (`set_requires_gradient_sync`), as Accelerate does it. `--profile`: the column whose step
-is laid open, by stream: busy time, its longest kernels, and where the computing stream waits.
+`int8:gpu`); `--ways zero3,zero++` are DeepSpeed's (fsdp_peers.py). Steps of one micro-batch, and of
+several of which the last one alone reduces its gradients (`set_requires_gradient_sync`), as
+Accelerate does it. `--profile`: the column whose step is laid open, by stream: busy time, its
+longest kernels, and where the computing stream waits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsdp_peers
 import harness
 import hsdp
 import torch
@@ -71,7 +73,7 @@ def main() -> None:
             done = harness.ranks(*argv, count=count, env=ONE_HOST, limit=left, heard=heard)
         else:
             script = [sys.executable, str(Path(__file__).resolve()), *argv]
-            env = SOCKETS if way == "sockets" else {}
+            env = {} if way == "evener" else SOCKETS
             done = harness.in_lab(node, script, env=env, limit=left, heard=heard, hear=_hear)
         if done.status:
             print(f"{way}: {done.failed or done.errors[-3:]}", flush=True)
@@ -111,17 +113,22 @@ def job(args: argparse.Namespace) -> None:
     device = harness.join()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for name in args.job.split(","):
+        peer = name in fsdp_peers.WAYS
         plain = name in ("nvlink", "sockets")
         form, _, mirror = name.partition(":")
         how = argparse.Namespace(size=args.size, sharded=True, mirror=mirror or "host", passes=1)
-        column = hsdp.Column("fsdp2" if plain else form, how, mesh, device)
+        column: hsdp.Column
+        if peer:
+            column = fsdp_peers.DeepSpeedColumn(name, how, device)
+        else:
+            column = hsdp.Column("fsdp2" if plain else form, how, mesh, device)
         found: dict[str, Any] = {}
-        for passes in args.passes.split(","):
+        for passes in "1" if peer else args.passes.split(","):
             column.passes, column.late = int(passes), int(passes) > 1
             found[passes] = measure(column, args)
         text = lay_open(column, name) if name == args.profile and device.type == "cuda" else []
         harness.say(rank=dist.get_rank(), name=name, passes=found, profile=text)
-        if not plain:
+        if not (plain or peer):
             hsdp.evener.fsdp.release(column.model)
         del column
         gc.collect()

@@ -83,18 +83,22 @@ class Column:
     def step(self) -> torch.Tensor:
         self.optimizer.zero_grad()
         for number in range(self.passes):
-            seed = 1000 * (self.passes * self.steps + number) + dist.get_rank()
-            # Text with structure: a walk, so that there is something to learn.
-            steps = torch.randint(0, 5, (self.rows, self.length), generator=_seeded(seed))
-            tokens = (steps.cumsum(1) % 256).to(self.device)
             if self.late:
                 self.model.set_requires_gradient_sync(number == self.passes - 1)
-            loss: torch.Tensor = self.model(tokens) / self.passes
+            loss: torch.Tensor = self.model(self.batch(number)) / self.passes
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.steps += 1
         return loss.detach() * self.passes
+
+    def batch(self, number: int) -> torch.Tensor:
+        """This rank's tokens [rows, length] of a micro-batch: a walk, so that there is something to
+        learn.
+        """
+        seed = 1000 * (self.passes * self.steps + number) + dist.get_rank()
+        steps = torch.randint(0, 5, (self.rows, self.length), generator=_seeded(seed))
+        return (steps.cumsum(1) % 256).to(self.device)
 
     def timed(self, steps: int) -> None:
         dist.barrier()
