@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from evener.base import log, settings, torch_names
 from evener.base.given import given
 from evener.comm import forms
-from evener.comm.mirrors import checksum
+from evener.comm.codecs.checks import checksum
 from evener.comm.options import Options
 from evener.comm.replica_plan import ReplicaPlanner
 from evener.comm.replicas import Piece, Replicas, Unit

@@ -4,8 +4,8 @@ A rank knows how much it will send when its GPU has compared, and what it receiv
 announced. FSDP2's thread must not wait for that: behind it the next layer's kernels would wait too.
 So all refreshes of a model run in one thread (`Lane`), on streams and communicators of their own.
 
-    a forward pass of the root begins:  all units are refreshed, in order; while one unit's message
-                                        is on its way, the next unit is compared
+    a forward pass of the root begins:  all units are refreshed, in order; while messages are on
+                                        their way, the next units are compared: one, one, two, four
     a gather in that pass:              copies the mirror, once its unit is fresh
     a gather in a backward pass:        copies the mirror: nothing is asked
     any other gather:                   refreshes its unit first
@@ -21,6 +21,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -31,7 +32,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from evener.base import torch_names
-from evener.comm.mirrors import Found, Mirror, Traffic
+from evener.comm.mirrors import Found, Mirror, Traffic, announce
+
+# Units that are compared together, at most, and the bytes of a shard beyond which no further one
+# joins them: their copies lie on the GPU until they have landed.
+_MOST, _TOGETHER = 4, 128 << 20
 
 
 @dataclass
@@ -95,21 +100,33 @@ class Lane:
             del taken, batch  # its tensors are as large as the unit
 
     def _refresh(self, batch: Sequence[_Refresh]) -> None:
-        flying: tuple[_Refresh, Found, Any] | None = None
-        for each in batch:
-            mirror = each.gather.mirror
-            for event in (*each.after, *each.gather.last()):
-                torch.cuda.current_stream().wait_event(event)
-            found = mirror.compare(each.own())
-            sent = None
-            if not found.unchanged:
-                payload = mirror.write(found)
-                sent = self._send(mirror, found, payload)
-            if flying is not None:
-                self._land(*flying)
-            flying = (each, found, sent)
-        if flying is not None:
-            self._land(*flying)
+        waiting, flying = deque(batch), deque[tuple[_Refresh, Found, Any]]()
+        most = 1
+        while waiting:
+            looked: list[tuple[_Refresh, Found]] = []
+            size = 0
+            # Equal on all ranks, as shards are.
+            while waiting and len(looked) < most and size < _TOGETHER:
+                each = waiting.popleft()
+                for event in (*each.after, *each.gather.last()):
+                    torch.cuda.current_stream().wait_event(event)
+                found = each.gather.mirror.look(each.own())
+                size += found.own.nbytes
+                looked.append((each, found))
+                if flying:
+                    self._land(*flying.popleft())
+            while flying:
+                self._land(*flying.popleft())
+            announce([(each.gather.mirror, found) for each, found in looked])
+            for each, found in looked:
+                mirror, sent = each.gather.mirror, None
+                if not found.unchanged:
+                    sent = self._send(mirror, found, mirror.write(found))
+                flying.append((each, found, sent))
+            # The network has so much to do now that more can be compared meanwhile.
+            most = 1 if batch[0] is looked[0][0] else min(2 * most, _MOST)
+        while flying:
+            self._land(*flying.popleft())
 
     def _send(self, mirror: Mirror, found: Found, payload: torch.Tensor) -> Any:
         """The message goes beside what is coded and decoded meanwhile. Returns what holds it."""
@@ -135,6 +152,8 @@ class Lane:
             with torch.cuda.stream(self.lands):
                 mirror.apply(found)
             found.own.record_stream(self.lands)
+            if found.stated is not None:
+                found.stated.record_stream(self.lands)
             for row in (found.rows or [])[:1]:  # one buffer
                 row.record_stream(self.lands)
             each.gather.landed = self.lands.record_event()

@@ -4,8 +4,9 @@ Between two optimizer steps FSDP2 gathers the same weights again and again: in e
 each backward pass, for each micro-batch. And a step moves most bf16 weights by a few units in the
 last place. So each rank keeps a *mirror*: [world, n], a row for each rank. To refresh it is to
 
-1. compare: the own shard with the mirror's own row;
+1. look: the own shard beside the mirror's own row;
 2. announce: one number per rank (words of its message, 0 where nothing changed), and a checksum;
+   of several units at once, because the host waits here;
 3. exchange messages of differences (`codecs.differences`), none where no rank has any;
 4. apply them to the mirror's rows, which are then the weights, and check them against the checksum.
 
@@ -19,19 +20,22 @@ lies on the GPU or in pinned host memory, as large as the unit in the dtype that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from evener.comm.codecs import differences
+from evener.comm.codecs import checks, differences
+from evener.comm.codecs.checks import bits, checksum
 from evener.comm.errors import CommError
 from evener.comm.groups import Communicators
 
 # A message that is not at least this much smaller than the weights is not worth its decoding.
 WORTH = 0.8
 _WHOLE = -1
+# Checksums of one unit, beside those of what came, before the verdicts on them become one.
+_VERDICTS = 32
 
 
 @dataclass
@@ -99,14 +103,18 @@ def order(communicators: Communicators) -> list[int]:
 class Found:
     """One unit between its comparison and its end.
 
-    `words`: by rank, those of its message. `rows`: what came, by rank.
+    `says`: what this rank announces, int64 [3] on the device: words of its message beside the
+    header or what `_words` makes of them, checksum, checksums that were wrong. `words`: by rank,
+    those of its message. `stated`: every rank's checksum, int64 [ranks] on the device. `rows`: what
+    came, by rank.
     """
 
     own: torch.Tensor
     before: torch.Tensor | None
     headers: torch.Tensor | None
-    words: list[int]
-    stated: list[int]
+    says: torch.Tensor
+    words: list[int] = field(default_factory=list)
+    stated: torch.Tensor | None = None
     rows: list[torch.Tensor] | None = None
 
     @property
@@ -119,9 +127,51 @@ class Found:
         """Whether all ranks send their weights as they are."""
         return self.before is None or _WHOLE in self.words or self.headers is None
 
+    def counts(self, said: int) -> int:
+        """The words that a rank sends which announced `said`; `_WHOLE`: its weights."""
+        if said < 0 or self.headers is None:
+            return _WHOLE if said else 0
+        if said == self.headers.numel():
+            return 0  # headers alone say that nothing changed
+        most = int(WORTH * self.own.nbytes / 4)
+        return said if said <= most else _WHOLE
+
+
+def announce(looked: Sequence[tuple[Mirror, Found]]) -> None:
+    """Tell all ranks what each has of these units, and take what they say. The host waits.
+
+    Collective. Raises CommError, on every rank, where one rank's weights were wrong.
+    """
+    first = looked[0][0]
+    size = first.spread.size
+    mine = torch.cat([found.says for _, found in looked])
+    every = torch.empty(size * mine.numel(), dtype=torch.int64)
+    # By the host: behind gradients on the GPU's communicator it would wait for their bytes.
+    control = first.spread.communicators.control.handle
+    dist.all_gather_into_tensor(every, mine.cpu(), group=control)
+    table = every.view(size, len(looked), 3).transpose(0, 1)
+    stated = table[:, :, 1].contiguous().to(mine.device, non_blocking=True)
+    faults: list[tuple[str, int]] = []
+    for (mirror, found), sums, said in zip(looked, stated, table.tolist(), strict=True):
+        wrong = [rank for rank, row in enumerate(said) if row[2]]
+        if wrong:
+            faults.append((mirror.name, wrong[0]))
+            mirror.forget()
+        found.words, found.stated = [found.counts(row[0]) for row in said], sums
+        mirror.traffic.unchanged += found.unchanged
+    if faults:
+        name, rank = faults[0]
+        raise CommError(
+            f"the weights of {name} that rank {rank} put together do not match what was sent, or "
+            "were changed between a forward pass and the backward pass behind it: a step with "
+            "wrong weights may lie behind you. Go back to the last checkpoint, and report this; "
+            "mirror='off' gathers as plain FSDP2 does"
+        )
+
 
 class Mirror:
-    """One unit's mirror. `compare`, `send` and `apply` in turn, in the lane's thread.
+    """One unit's mirror. `look`, `announce`, `write`, `send` and `apply` in turn, in the lane's
+    thread.
 
     `name`: the unit, for messages. `host`: keep it in pinned host memory.
     """
@@ -131,54 +181,33 @@ class Mirror:
         self.rank = spread.communicators.rank
         self.rows: torch.Tensor | None = None
         self.filled = False
-        # What this rank announced last, and how often a checksum did not match: on the device.
+        # What this rank announced last, and for each checksum since then how far it was off: on the
+        # device.
         self.sum: torch.Tensor | None = None
-        self.wrong: torch.Tensor | None = None
+        self._off: torch.Tensor | None = None
+        self._held = 0
 
     def forget(self) -> None:
         """The next refresh sends all weights. Collective in effect."""
-        self.rows, self.filled, self.sum, self.wrong = None, False, None, None
+        self.rows, self.filled, self.sum, self._off, self._held = None, False, None, None, 0
 
-    def compare(self, own: torch.Tensor) -> Found:
-        """`own` [n] with what all know of it; what every rank has to send. The host waits.
-
-        Collective. Raises CommError, on every rank, where one rank's weights were wrong.
-        """
-        rows, wrong = self._kept(own)
+    def look(self, own: torch.Tensor) -> Found:
+        """`own` [n] beside what all know of it; only enqueues, on the current stream."""
+        rows, off = self._kept(own)
         coded = self.filled and differences.supports(own.dtype)
         before = rows[self.rank].to(own.device, non_blocking=True) if self.filled else None
         headers = differences.plan(own, before) if coded and before is not None else None
-        mine = torch.zeros(3, dtype=torch.int64, device=own.device)
         if before is None:
-            mine[0] = _WHOLE
+            words = torch.full((), _WHOLE, dtype=torch.int64, device=own.device)
         elif headers is None:
-            mine[0] = torch.where((bits(own) != bits(before)).any(), _WHOLE, 0)
+            words = -(bits(own) != bits(before)).any().to(torch.int64)
         else:
-            size = differences.size(headers)
-            most = int(WORTH * own.numel() * own.element_size() / 4)
-            size = torch.where(size > most, _WHOLE, size)
-            # Headers alone say that nothing changed.
-            mine[0] = torch.where(size == headers.numel(), 0, size)
+            words = differences.size(headers)
         self.sum = checksum(own)
-        mine[1], mine[2] = self.sum, wrong
-        # By the host: behind gradients on the GPU's communicator it would wait for their bytes.
-        every = torch.empty(self.spread.size * 3, dtype=torch.int64)
-        control = self.spread.communicators.control.handle
-        dist.all_gather_into_tensor(every, mine.cpu(), group=control)
-        announced = every.view(-1, 3).tolist()
-        at_fault = [rank for rank, row in enumerate(announced) if row[2]]
-        if at_fault:
-            self.forget()
-            raise CommError(
-                f"the weights of {self.name} that rank {at_fault[0]} put together do not match "
-                "what was sent, or were changed between a forward pass and the backward pass "
-                "behind it: a step with wrong weights may lie behind you. Go back to the last "
-                "checkpoint, and report this; mirror='off' gathers as plain FSDP2 does"
-            )
-        words, stated = [row[0] for row in announced], [row[1] for row in announced]
-        found = Found(own, before, headers, words, stated)
-        self.traffic.unchanged += found.unchanged
-        return found
+        says = torch.stack([words.to(own.device), self.sum, off.count_nonzero()])
+        off.zero_()
+        self._held = 0
+        return Found(own, before, headers, says)
 
     def write(self, found: Found) -> torch.Tensor:
         """What this rank sends, int32 or the weights themselves: as long as the longest."""
@@ -198,7 +227,7 @@ class Mirror:
     def apply(self, found: Found) -> None:
         """The mirror's rows <- the weights, on the current stream."""
         rows, came = self.rows, found.rows
-        assert rows is not None and came is not None and self.wrong is not None
+        assert rows is not None and came is not None and found.stated is not None
         if found.whole:
             for row, weights in zip(rows, came, strict=True):
                 row.copy_(weights, non_blocking=True)
@@ -213,7 +242,7 @@ class Mirror:
                 continue
             weights = row.to(found.own.device, non_blocking=True)  # a copy, if it is not there
             differences.read(message[:count], weights)
-            self.wrong += checksum(weights) != found.stated[rank]
+            self._hold(weights, found.stated[rank])
             if weights.data_ptr() != row.data_ptr():
                 row.copy_(weights, non_blocking=True)
 
@@ -223,43 +252,34 @@ class Mirror:
         `own` [n]: what this rank gathers. It is held against what was announced; the next
         comparison tells all ranks where it was something else.
         """
-        assert self.rows is not None and self.sum is not None and self.wrong is not None
+        assert self.rows is not None and self.sum is not None
         target = output.view(self.rows.shape)
         if own.data_ptr() != target[self.rank].data_ptr():
             target[self.rank].copy_(own)
-        self.wrong += checksum(own) != self.sum
-        for part in (slice(0, self.rank), slice(self.rank + 1, None)):
-            target[part].copy_(self.rows[part], non_blocking=True)
+        self._hold(own, self.sum)
+        for part in (slice(0, self.rank), slice(self.rank + 1, len(target))):
+            if part.start < part.stop:
+                target[part].copy_(self.rows[part], non_blocking=True)
+
+    def _hold(self, weights: torch.Tensor, stated: torch.Tensor) -> None:
+        """`weights` against their checksum: what is found is told with the next `look`."""
+        assert self._off is not None
+        if self._held == len(self._off):  # many micro-batches: their verdicts become one
+            wrong = self._off.count_nonzero()
+            self._off.zero_()
+            self._off[0] = wrong
+            self._held = 1
+        checks.hold(weights, stated, self._off[self._held])
+        self._held += 1
 
     def _kept(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and counter; new ones where the unit is of another size or dtype than it was."""
+        """Rows and verdicts; new ones where the unit is of another size or dtype than it was."""
         shape = (self.spread.size, own.numel())
-        rows, wrong = self.rows, self.wrong
-        if rows is None or wrong is None or rows.shape != shape or rows.dtype != own.dtype:
+        rows, off = self.rows, self._off
+        if rows is None or off is None or rows.shape != shape or rows.dtype != own.dtype:
             pinned = self.host and own.is_cuda
             place = "cpu" if pinned else own.device
             rows = torch.empty(shape, dtype=own.dtype, device=place, pin_memory=pinned)
-            wrong = torch.zeros((), dtype=torch.int64, device=own.device)
-            self.rows, self.wrong, self.filled = rows, wrong, False
-        return rows, wrong
-
-
-def bits(weights: torch.Tensor) -> torch.Tensor:
-    """As whole numbers of their width: minus zero is not zero, NaN is itself."""
-    kinds: dict[int, Any] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return weights.view(kinds[weights.element_size()])
-
-
-def checksum(weights: torch.Tensor) -> torch.Tensor:
-    """An int64 scalar that differs where bits do, but for luck: a weighted sum that wraps."""
-    flat = weights.reshape(-1)
-    each = 8 // flat.element_size()
-    if flat.storage_offset() % each:
-        flat = flat.clone()
-    words = flat[: flat.numel() // each * each].view(torch.int64)
-    rest = bits(flat[words.numel() * each :]).to(torch.int64)
-    # Odd factors, so that no bit of a word is lost.
-    factors = torch.arange(1, 2 * words.numel() + 1, 2, device=flat.device)
-    return (words * factors).sum() + (
-        rest * torch.arange(3, 3 + rest.numel(), device=flat.device)
-    ).sum()
+            off = torch.zeros(self.spread.size + _VERDICTS, dtype=torch.int64, device=own.device)
+            self.rows, self._off, self._held, self.filled = rows, off, 0, False
+        return rows, off

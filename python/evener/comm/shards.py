@@ -252,12 +252,13 @@ class FormedReduceScatter(ReduceScatter):
         total = torch.empty(own.numel(), dtype=torch.float32, device=own.device)
         code.add_up(came, total)
         total += own
-        for row in came if self.unit.small else ():
-            at = code.size
-            for piece in self.unit.small:
-                end = at + piece.numel * own.element_size()
-                piece.of(total).add_(row[at:end].view(own.dtype))
-                at = end
+        if self.unit.small:
+            targets = [piece.of(total) for piece in self.unit.small]
+            sizes = [piece.numel for piece in self.unit.small]
+            end = code.size + sum(sizes) * own.element_size()
+            for row in came:
+                values = row[code.size : end].view(own.dtype).float()
+                torch._foreach_add_(targets, list(values.split(sizes)))
         output.copy_(total)
 
     def _kept(self, rows: torch.Tensor) -> torch.Tensor:

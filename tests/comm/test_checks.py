@@ -1,0 +1,91 @@
+"""Checksums of weights: what they see, and that Triton's kernel gives the reference's number."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from evener.comm.codecs import checks
+
+KERNEL = """
+import sys, torch
+from evener.comm.codecs import checks, triton_checks
+
+device = torch.device(sys.argv[1])
+for n in (1, 5, 4096, 4097, 9000):
+    words = torch.randint(-(2**63), 2**63 - 1, (n,), generator=torch.Generator().manual_seed(n))
+    words[0] = -(2**63)
+    words = words.to(device)
+    sum_ = checks.checksum_reference(words)
+    found, right, wrong = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+    triton_checks.add(words, found, None)
+    triton_checks.add(words, right, sum_)
+    triton_checks.add(words, wrong, sum_ + 3)
+    assert (found.item(), right.item(), wrong.item()) == (sum_.item(), 0, -3), n
+"""
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from evener.comm.codecs import triton_checks as t
+
+for minus in (True, False):
+    signature = {"words": "*i64", "into": "*i64", "stated": "*i64", "n": "i32",
+                 "MINUS": "constexpr", "BLOCK": "constexpr"}
+    made = triton.compile(ASTSource(t._add, signature, {"MINUS": minus, "BLOCK": t.BLOCK}),
+                          target=GPUTarget("cuda", 90, 32))
+    assert len(made.asm["cubin"]) > 1000
+"""
+
+
+def run(script: str, *arguments: str, **env: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], env={**os.environ, **env}, timeout=110,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_kernel_in_the_interpreter_equals_the_reference() -> None:
+    run(KERNEL, "cpu", TRITON_INTERPRET="1")
+
+
+def test_the_kernel_compiles_for_hopper() -> None:
+    run(COMPILED)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_kernel_on_a_gpu_equals_the_reference() -> None:
+    run(KERNEL, "cuda")
+    for n in (1, 3, 4, 1000, 1001):  # 1, 3 and 1001 have no whole number of words
+        weights = torch.randn(n).bfloat16()
+        assert checks.checksum(weights.cuda()).item() == checks.checksum(weights).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 33])
+def test_every_bit_and_every_place_count(dtype: torch.dtype, n: int) -> None:
+    weights = torch.randint(1, 200, (n,), generator=torch.Generator().manual_seed(n)).to(dtype)
+    stated = checks.checksum(weights)
+    raw = checks.bits(weights)
+    for place in range(n):
+        for bit in range(8):  # of the first and the last byte
+            for byte in (0, raw.element_size() - 1):
+                other = raw.clone()
+                other.view(torch.uint8).view(n, -1)[place, byte] ^= 1 << bit
+                off = torch.zeros((), dtype=torch.int64)
+                checks.hold(other.view(dtype), stated, off)
+                assert off.item()
+    off = torch.zeros((), dtype=torch.int64)
+    checks.hold(weights, stated, off)
+    assert not off.item()
+    if n > 1 and not torch.equal(weights[:1], weights[-1:]):
+        swapped = weights.clone()
+        swapped[0], swapped[-1] = weights[-1].clone(), weights[0].clone()
+        assert checks.checksum(swapped).item() != stated.item()
