@@ -8,14 +8,14 @@
 Each way is the rate of a node's card (`wan`: 100 Mb/s, 80 ms there and back, 1% of packets lost;
 `far`: 1 Gb/s, 80 ms; `nvlink`: all ranks in one node), and what trains: DistributedDataParallel
 (`ddp`), with its gradients in a form (`ddp:FORM`), or local steps as `N:FORM`; `N+M:FORM` lets an
-exchange run behind the next M steps, `auto:FORM` chooses N and M. `@COUNT` behind a way takes so
-many steps instead of `--steps`. The ways take turns. Reported:
-tokens per second of all ranks from the second half of a run on, in which there are exchanges, and
-their median's ratio to the first way. A run has at least three rounds, and whole rounds are timed.
-All nodes share this machine's cores, so the ratio is right and the rate is not one of a cluster. A
-step lasts `--step` seconds, whatever its arithmetic takes: the rest is slept, as a host sleeps
-while its GPU computes. Nodes have `--speeds` in turn: at 0.5 a step lasts twice as long. GPUs train
-under autocast in bfloat16.
+exchange run behind the next M steps, `auto:FORM` chooses N and M. `@COUNT` behind a way replaces
+`--steps`; of local steps that many are timed. The ways take turns. Reported: tokens per second of
+all ranks from the second half of a run on, in which there are exchanges, and their median's ratio
+to the first way. A run has at least three rounds, and whole rounds are timed. All nodes share this
+machine's cores, so the ratio is right and the rate is not one of a cluster. A step lasts `--step`
+seconds, whatever its arithmetic takes: the rest is slept, as a host sleeps while its GPU computes.
+Nodes have `--speeds` in turn: at 0.5 a step lasts twice as long. GPUs train under autocast in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def be_a_rank(given: argparse.Namespace) -> None:
             how["overlap"] = int(overlap)
         model = accelerate(model, optimizer, mode=form, **how)
     if every.isdecimal():
-        first = max(first, int(every) + int(overlap or 0) + 1)
-        count = first + -(-max(count // 2, 2 * int(every)) // int(every)) * int(every)
+        timed = int(steps) if steps else max(count // 2, 2 * int(every))
+        first = max(0 if steps else first, int(every) + int(overlap or 0) + 1)
+        count = first + -(-timed // int(every)) * int(every)
     torch.manual_seed(dist.get_rank())
     speeds = [float(speed) for speed in given.speeds.split(",")]
     lasts = given.step / speeds[dist.get_rank() % len(speeds)]
