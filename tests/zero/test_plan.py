@@ -118,7 +118,7 @@ def test_the_host_arena_is_what_the_plan_said() -> None:
     made = zero.plan(model, config=config, machine=MACHINE, budget={"gpu": "8GB", "host": "4GB"})
     assert made.fits and not {p.where for p in made.places} - {"gpu", "host"}
     device = zero.api.devices.SimulatedDevice()
-    store = build(model, units, Formats(), config.rule, device, resident=set(), pin=False)
+    store = build(model, units, Formats(), device, resident=set(), pin=False)
     nothing = plan(shapes.parts_of(units), Formats(), Work(1, 0), MACHINE, Budget(0, 1 << 40))
     assert store.host.usage() == (nothing.host_bytes, nothing.host_bytes, nothing.host_bytes)
 

@@ -14,6 +14,7 @@ takes a second that only pipelines need.
 | FSDP2: dtype reduced if unset | that of the computation | the same | the gradient's |
 | c10d: `_create_work_from_future` | private | private | in its stubs |
 | `clip_grad._get_total_norm` | private | private | private |
+| `torch.optim._muon.muon`, of lists | private | private | private |
 """
 
 from __future__ import annotations
@@ -183,6 +184,15 @@ def total_norm() -> Any:
     """What clip_grad_norm_ and get_total_norm take the norm by."""
     if (found := getattr(clip_grad, "_get_total_norm", None)) is None:
         raise _elsewhere("what clip_grad_norm_ takes the norm by")
+    return found
+
+
+def muon() -> Any:
+    """The arithmetic of torch.optim.Muon's step, of lists of matrices, gradients and momenta."""
+    try:
+        from torch.optim._muon import muon as found
+    except ImportError:
+        raise _elsewhere("the arithmetic of torch.optim.Muon") from None
     return found
 
 
