@@ -26,7 +26,9 @@ cores are busy with the optimizer, and that takes longer: the probe measures bot
 on the accelerator before (`rehearsal`), what they took counts, not what their trace says. The
 optimizer
 runs at the cores' rate, or at that of both lanes (see `lanes`) where that was measured to be
-higher: then the streaming lane stands still while weights come in by the same wires. States on the
+higher: then the streaming lane stands still while weights come in by the same wires. Matrices that
+are updated as a whole go through the accelerator, and its products for them are counted. States on
+the
 SSD are read and written once, at the rate of the file with both going on at once.
 
 Where nodes have copies of the states, what crosses between them is in the last backward pass, which
@@ -589,10 +591,7 @@ def _times(
     optimizer = sliced / machine.host_adam
     if work.streaming and machine.balanced:
         optimizer = min(optimizer, (sliced + machine.streamed * arriving) / machine.balanced)
-    # Matrices go through the accelerator meanwhile, there and back.
-    bytes_in = sum(p.numel * formats.host_bytes(p.moments) for p in whole)
-    through = bytes_in / min(machine.h2d, machine.d2h) + sum(p.flops for p in whole) / machine.flops
-    optimizer = max(optimizer, through)
+    matrices = sum(p.numel * formats.host_bytes(p.moments) for p in whole)
     there = sum(trained[p.name].flops for p in places if p.where == "gpu" and p.name in trained)
     return {
         "forward": forward,
@@ -601,6 +600,8 @@ def _times(
         "weights in": arriving,
         "gradients out": updated * formats.gradient.itemsize / machine.d2h,
         "host optimizer": optimizer,
+        "matrices in and out": matrices / min(machine.h2d, machine.d2h),
+        "matrices": sum(p.flops for p in whole) / machine.flops,
         "activations out": work.offloaded / machine.d2h,
         "device optimizer": kept / machine.device_adam + there / machine.flops,
         "gather": gathered,
@@ -623,7 +624,8 @@ def _next_forward(
     gradient goes out, then chunk after chunk is updated, comes in and is computed with. What a unit
     computes is taken as its share of the parameters."""
     mine = [p for p in places if p.where != "gpu" and p.name in trainable]
-    share = times["host optimizer"] / max(1, sum(p.numel for p in mine))
+    matrices = times["matrices in and out"] + times["matrices"]
+    share = max(times["host optimizer"], matrices) / max(1, sum(p.numel for p in mine))
     each = times["SSD"] / max(1, sum(p.away for p in places))
     compute = times["forward beside the optimizer"] / max(1, sum(p.numel for p in places))
     begin = mine[0].numel / work.ranks * formats.gradient.itemsize / machine.d2h if mine else 0.0
@@ -657,7 +659,8 @@ def _step(times: dict[str, float], work: Work, next_forward: float) -> tuple[flo
     }
     last = {
         **forward,
-        "GPU": times["forward beside the optimizer"],
+        "GPU": times["forward beside the optimizer"] + times["matrices"],
+        "PCIe": forward["PCIe"] + times["matrices in and out"],
         "host memory": times["host optimizer"],
         "SSD": times["SSD"],
     }
