@@ -134,7 +134,7 @@ def plans(
     else:
         units = cut(
             module, numbers(module), settings.small,
-            bytes=settings.moments == torch.int8, rule_of=settings.rule_of,
+            bytes=settings.moments == torch.int8, rule_of=given_groups.rule_of(settings),
         )  # fmt: skip
     limit = _budget(settings, device, ranks)
     tell("planning")
@@ -479,7 +479,7 @@ def _engine(
             folder = _budget(settings, device.device, world_size()).folder
         units = cut(
             model, numbers, settings.small,
-            bytes=settings.moments == torch.int8, rule_of=settings.rule_of,
+            bytes=settings.moments == torch.int8, rule_of=given_groups.rule_of(settings),
         )  # fmt: skip
         profile = None
         ranks = _forced(settings, device, layout())

@@ -43,9 +43,8 @@ class Config:
     (each node has a copy of the states), "shard", or "auto": what the plan finds faster of those
     that fit. crossing: the form of gradients between nodes (`evener.zero.form.names`). rehearse:
     one unit of each kind runs on the GPU before the plan (`rehearsal`); "auto": where one process
-    plans for a GPU. rules: the optimizer of each group of parameters, where they differ; else all
-    have `rule`. ignored: what was taken and is not needed. has_optimizer: whether `rule` was asked
-    for.
+    plans for a GPU. rules: of each group of parameters, where they differ; else all have `rule`.
+    ignored: what was taken and is not needed. has_optimizer: whether `rule` was asked for.
     """
 
     stage: int = 3
@@ -81,10 +80,6 @@ class Config:
     rules: list[Rule] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     has_optimizer: bool = False
-
-    def rule_of(self, group: int) -> Rule:
-        """The optimizer of a group of parameters."""
-        return self.rules[group] if 0 <= group < len(self.rules) else self.rule
 
 
 _DTYPES = {

@@ -134,6 +134,8 @@ class Engine:
             stale_updates=stale_updates,
         )
         self._gradients = self._make_gradients(depth, stage)
+        self.came: Callable[[], int] = lambda: self._gradients.came
+        """How many chunks' gradients were complete until now."""
         self._passes = Passes(
             model,
             store.units,
@@ -331,9 +333,8 @@ class Engine:
         return None if norm is None else float(norm)
 
     def zero_grad(self, groups: Container[int] | None = None) -> None:
-        """Forget gradients that no step has used; of these groups alone where they are given. A
-        forward pass whose backward pass is still to come stays as it is: many loops call this
-        between the two."""
+        """Forget gradients that no step has used (of `groups`, else all). A forward pass whose
+        backward pass is still to come stays as it is: many loops call this between the two."""
         for chunk in self.chunks():
             if groups is not None and chunk.group.group not in groups:
                 continue
@@ -342,11 +343,6 @@ class Engine:
             chunk.given.clear()
             chunk.arrived.clear()
         self._gradients.clear()
-
-    @property
-    def gradients_came(self) -> int:
-        """How many chunks' gradients were complete until now."""
-        return self._gradients.came
 
     def chunks(self) -> Iterator[Chunk]:
         """All chunks in the order of the model."""
@@ -436,7 +432,7 @@ class Engine:
 
     def update(self, groups: list[dict[str, Any]] | None = None) -> bool:
         """Update the weights from all gradients since the last time; False where it was skipped.
-        `groups`: with the hyperparameters of this step, where they are not those of now."""
+        `groups`: with this step's hyperparameters, where they are not those of now."""
         self.flush()
         self._refuse_strangers()
         self._scaling.refuse_unscaled(any(c.filled for c in self.chunks()))

@@ -6,7 +6,7 @@ Muon for matrices and AdamW for the rest. Which rule updates a chunk is a proper
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -59,6 +59,12 @@ def with_rules(config: Config, optimizers: Sequence[torch.optim.Optimizer], rank
     if len(optimizers) > 1:
         config.rules = [rules.of(one) for one in optimizers for _ in one.param_groups]
     refuse(config, ranks)
+
+
+def rule_of(config: Config) -> Callable[[int], rules.Rule]:
+    """What gives the rule of a group by its number."""
+    known = dict(enumerate(config.rules))
+    return lambda number: known.get(number, config.rule)
 
 
 def refuse(config: Config, ranks: int) -> None:

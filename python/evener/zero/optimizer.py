@@ -131,9 +131,9 @@ class Together:
         self._engine.flush()
         if number in self._asked:
             self._refuse(f"{self._name(number)}.step() was called twice")
-        if self._asked and self._came != self._engine.gradients_came:
+        if self._asked and self._came != self._engine.came():
             self._refuse(f"there was a backward pass before {self._name(number)}.step()")
-        self._came = self._engine.gradients_came
+        self._came = self._engine.came()
         self._asked[number] = [dict(group) for group in self._optimizers[number].param_groups]
         if len(self._asked) == len(self._optimizers):
             groups = [group for _, each in sorted(self._asked.items()) for group in each]

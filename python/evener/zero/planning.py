@@ -15,6 +15,7 @@ from evener.errors import EvenerError
 from evener.zero import shapes
 from evener.zero.config import Config
 from evener.zero.form import Form
+from evener.zero.groups import rule_of
 from evener.zero.host import pages
 from evener.zero.inputs import Call
 from evener.zero.planner import Machine, Part, Plan, Work, least_gpu
@@ -211,7 +212,7 @@ def cut_and_trace(
     stay: frozenset[str] = frozenset()
     for _ in range(3):
         units = cut(
-            model, numbers, config.small, stay, config.moments == torch.int8, config.rule_of
+            model, numbers, config.small, stay, config.moments == torch.int8, rule_of(config)
         )
         profile, said = timed_trace(
             model,
