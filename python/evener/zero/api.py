@@ -86,8 +86,7 @@ def plan(
     example: what the model is called with (a mapping of keywords, or positions). Its shapes
     count, and its values where the model asks for them; guessed from `batch` where it is None.
     machine: measured here where it is None. nodes: with `ranks` each and a copy of the states;
-    `machine.between` is the rate between them. optimizer: as `initialize` takes it, made on the
-    parameters of `model`; None: that of `config`, of all.
+    `machine.between`: the rate between them. optimizer: as `initialize` takes it; else `config`'s.
     """
     settings = replace(read(config, ranks))
     settings.budget = budget if budget != "auto" else settings.budget
@@ -325,17 +324,16 @@ def initialize(
     """Move `model` under the engine; returns (engine, optimizer, None, scheduler).
 
     The model's own parameters are taken over: afterwards they hold values only while their unit
-    runs. Uses the default process group where there is one. `optimizer`: of torch; or several,
-    each with its parameters, as [torch.optim.Muon(matrices), torch.optim.AdamW(others)], which
-    take their steps together. `batch`: of a micro-batch, for the
-    plan (the configuration's, of 1024 tokens), or `example`: what the model is called with, of
-    which shapes count, and values where the model asks for them. Its step is traced with these;
-    other inputs later are traced when they come. `weights`: a folder of safetensors, or a function
-    (name, parameter) -> value: `model` may
-    then be on the meta device, and its weights are read chunk by chunk. `resident` (names of the
-    chunks on the accelerator), `away` (of those with states on the SSD, in the budget's folder) and
-    `streaming` (of states through the accelerator): instead of what is planned. A GPU budget in
-    bytes limits torch's allocator from here until the engine is closed.
+    runs. Uses the default process group where there is one. `optimizer`: of torch, or several that
+    step together, as [torch.optim.Muon(matrices), torch.optim.AdamW(others)]. `batch`: of a
+    micro-batch, for the plan (the configuration's, of 1024 tokens), or `example`: what the model is
+    called with, of which shapes count, and values where the model asks for them. Its step is traced
+    with these; other inputs later are traced when they come. `weights`: a folder of safetensors, or
+    a function (name, parameter) -> value: `model` may then be on the meta device, and its weights
+    are read chunk by chunk. `resident` (names of the chunks on the accelerator), `away` (of those
+    with states on the SSD, in the budget's folder) and `streaming` (of states through the
+    accelerator): instead of what is planned. A GPU budget in bytes limits torch's allocator from
+    here until the engine is closed.
     Raises NoFitError before anything is moved, ConfigError for what the configuration cannot be.
     """
     settings = read(config, world_size())
