@@ -343,7 +343,7 @@ def test_steps_that_torch_would_take_apart_are_refused(name: str) -> None:
     engine.close()
 
 
-def test_a_backward_pass_between_two_steps_is_refused() -> None:
+def test_what_comes_between_two_steps_is_refused() -> None:
     model = Model()
     engine, mine = start(model)
     tokens = batches(1)[0]
@@ -352,6 +352,13 @@ def test_a_backward_pass_between_two_steps_is_refused() -> None:
     mine[0].zero_grad()
     loss_of(engine, tokens).backward()
     with pytest.raises(UsageError, match=r"a backward pass before Lion.step"):
+        mine[1].step()
+    engine.close()
+    engine, mine = start(Model())
+    loss_of(engine, tokens).backward()
+    mine[0].step()
+    engine.step()
+    with pytest.raises(UsageError, match=r"a step of the engine before Lion.step"):
         mine[1].step()
     engine.close()
 
@@ -378,7 +385,7 @@ def test_each_clears_its_own_gradients_and_none_that_wait() -> None:
 def test_what_is_not_built_is_refused() -> None:
     model = Model()
     mine = optimizers(model)
-    matrix = nn.Parameter(torch.zeros(4, 4))
+    matrix, lion = nn.Parameter(torch.zeros(4, 4)), mine[1]
 
     class Muon(torch.optim.Optimizer):
         """As its author's file has it."""
@@ -386,6 +393,7 @@ def test_what_is_not_built_is_refused() -> None:
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: start(model, evener={"moments": "int8"}), "moments = .int8. with Muon"),
         (lambda: groups.with_rules(Config(), mine, 2), "Muon on 2 ranks"),
+        (lambda: groups.with_rules(Config(), [lion, lion], 2), "2 optimizers on 2 ranks"),
         (lambda: start(model, optimizer={"type": "Muon"}), "torch.optim.Muon alone"),
         (lambda: rules.of(Muon([matrix], {})), "torch.optim.Muon alone"),
         (lambda: groups.listed([mine[0], torch.optim.SGD(model.parameters())]), "Muon and SGD"),

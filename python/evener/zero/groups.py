@@ -59,6 +59,11 @@ def with_rules(config: Config, optimizers: Sequence[torch.optim.Optimizer], rank
     if len(optimizers) > 1:
         config.rules = [rules.of(one) for one in optimizers for _ in one.param_groups]
     refuse(config, ranks)
+    if len(optimizers) > 1 and ranks > 1:
+        raise UsageError(
+            f"{len(optimizers)} optimizers on {ranks} ranks: they step together on one alone",
+            "give one optimizer with several groups, or train with one rank",
+        )
 
 
 def rule_of(config: Config) -> Callable[[int], rules.Rule]:

@@ -84,7 +84,7 @@ class Together:
         self._asked: dict[int, list[dict[str, Any]]] = {}
         """The groups of those that were asked, as they were then: schedulers may write to them
         before the last one is asked."""
-        self._came = 0
+        self._came = (0, 0)
         self._groups: list[range] = []
         for number, optimizer in enumerate(optimizers):
             first = self._groups[-1].stop if self._groups else 0
@@ -131,9 +131,12 @@ class Together:
         self._engine.flush()
         if number in self._asked:
             self._refuse(f"{self._name(number)}.step() was called twice")
-        if self._asked and self._came != self._engine.came():
-            self._refuse(f"there was a backward pass before {self._name(number)}.step()")
-        self._came = self._engine.came()
+        engine = self._engine
+        came = engine.came(), engine.global_steps + engine.skipped_steps
+        if self._asked and self._came != came:
+            what = "a backward pass" if self._came[0] != came[0] else "a step of the engine"
+            self._refuse(f"there was {what} before {self._name(number)}.step()")
+        self._came = came
         self._asked[number] = [dict(group) for group in self._optimizers[number].param_groups]
         if len(self._asked) == len(self._optimizers):
             groups = [group for _, each in sorted(self._asked.items()) for group in each]

@@ -293,6 +293,8 @@ def _need(
     scratch += scratch // 64 + SMALL_THINGS if scratch else 0
     streams = [p for p in parts if p.trainable and (p.matrix or work.streaming)]
     slots = slot_bytes([(p.matrix, p.moments) for p in streams], formats)
+    if machine.slack and any(p.matrix for p in streams):
+        slots += WORKSPACE // 2  # the lane's own thread has products too
     slots += work.crossing.scratch(share, formats.gradient, work.replicas)
     if work.profile is not None:
         weights, rest = peaks(
