@@ -18,7 +18,7 @@ from evener import zero
 from evener.base import torch_names
 from evener.errors import UsageError
 from evener.tools.plan.memory import plan_memory
-from evener.zero import groups, rules
+from evener.zero import groups, lanes, rules, ssd
 from evener.zero.checkpoint import CheckpointError
 from evener.zero.config import Config
 from evener.zero.states import Noise, States
@@ -134,6 +134,70 @@ def test_places_do_not_change_a_bit(
     if place == "ssd":
         assert all(c.away is not None for c in engine.chunks() if c.group.name in names)
     engine.close()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_matrix_may_be_larger_than_a_slice(
+    streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots hold the largest matrix, and what is elementwise goes on by slices."""
+    monkeypatch.setattr(lanes, "SLICE", 1024)
+    torch.manual_seed(0)
+    model = Model(width=48)
+    plain = copy.deepcopy(model)
+    theirs = optimizers(plain)
+    engine, mine = start(model, streaming=streaming)
+    for tokens in batches(4):
+        step(loss_of(engine, tokens), mine)
+        step(loss_of(plain, tokens), theirs)
+    assert_same(engine, plain)
+    engine.close()
+
+
+def test_chunks_that_leave_and_checkpoints_beside_training(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    plain = copy.deepcopy(model)
+    theirs = optimizers(plain)
+    names = {f"layers.{n}/0" for n in range(4)}
+    engine, mine = start(model, names)
+    for number, tokens in enumerate(batches(6)):
+        step(loss_of(engine, tokens), mine)
+        step(loss_of(plain, tokens), theirs)
+        if number == 2:
+            held = copy.deepcopy(plain.state_dict())
+            save = zero.begin_checkpoint(engine, tmp_path)
+            engine.room._evict(1 << 40)
+            assert not [c for c in engine.chunks() if c.resident and c.group.name in names]
+    assert_same(engine, plain)
+    save.result()
+    zero.load_checkpoint(engine, tmp_path)
+    plain.load_state_dict(held)
+    assert_same(engine, plain)
+    engine.close()
+
+
+def test_a_disk_that_fails_ends_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some matrices have moved and some have not: only a checkpoint is whole."""
+    model = Model(width=48)
+    names = {f"layers.{n}/0" for n in range(4)}
+    budget = {"budget": {"ssd": f"{tmp_path}:100MB"}}
+    engine, mine = start(model, away=names, evener=budget)
+    given = batches(2)
+
+    def fails(*_: Any) -> None:
+        raise ssd.SsdError("SSD tier: no space", "make room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ssd.Away, "write", fails)
+        step(loss_of(engine, given[0]), mine)
+        with pytest.raises(ssd.SsdError, match="no space"):
+            engine.drain()
+    for _ in range(2):
+        with pytest.raises(ssd.SsdError, match="no space"):
+            step(loss_of(engine, given[1]), mine)
+    with pytest.raises(ssd.SsdError, match="no space"):
+        zero.save_checkpoint(engine, tmp_path / "saved")
 
 
 def test_bf16_with_an_exact_copy_clipping_accumulation_and_a_schedule() -> None:
