@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,6 @@ from click.testing import CliRunner
 from torch import nn
 
 from evener import zero
-from evener.base import torch_names
 from evener.errors import UsageError
 from evener.tools.plan.memory import plan_memory
 from evener.zero import groups, lanes, rules, ssd
@@ -469,10 +470,21 @@ def test_what_is_not_built_is_refused() -> None:
             call()
 
 
-def test_a_torch_without_the_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch.optim._muon", None)
-    with pytest.raises(UsageError, match=r"keeps the arithmetic of torch.optim.Muon in another"):
-        torch_names.muon()
+def test_a_torch_with_other_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = nn.Parameter(torch.zeros(4, 4))
+
+    def other(params: Any, grads: Any, momenta: Any, *, normalization: str, **given: Any) -> None:
+        raise AssertionError("called")
+
+    for module in (None, SimpleNamespace(muon=other)):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "torch.optim._muon", module)
+            with pytest.raises(UsageError, match=r"keeps the arithmetic of torch.optim.Muon in"):
+                rules.of(torch.optim.Muon([matrix]))
+    later = torch.optim.Muon([matrix])
+    later.defaults["normalization"] = "fro"
+    with pytest.raises(UsageError, match=r"Muon.normalization='fro'.: Evener does not know"):
+        rules.of(later)
 
 
 def newton_schulz(x: torch.Tensor, steps: int = 5) -> torch.Tensor:

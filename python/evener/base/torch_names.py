@@ -19,6 +19,7 @@ takes a second that only pipelines need.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -187,11 +188,18 @@ def total_norm() -> Any:
     return found
 
 
+MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
+        "adjust_lr_fn", "has_complex")  # fmt: skip
+"""What `muon` is called with, beside the lists."""
+
+
 def muon() -> Any:
     """The arithmetic of torch.optim.Muon's step, of lists of matrices, gradients and momenta."""
     try:
         from torch.optim._muon import muon as found
-    except ImportError:
+
+        inspect.signature(found).bind([], [], [], **dict.fromkeys(MUON))
+    except (ImportError, TypeError):
         raise _elsewhere("the arithmetic of torch.optim.Muon") from None
     return found
 

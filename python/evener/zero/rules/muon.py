@@ -47,7 +47,11 @@ class Muon(Rule):
         """See `Rule.read`. What a torch of later has besides must be off."""
         for option, value in defaults.items():
             if option not in cls.defaults and value not in (None, False):
-                raise UsageError(f"{title}({option}={value!r}) is not known", f"leave {option} out")
+                raise UsageError(
+                    f"{title}({option}={value!r}): Evener does not know {option}",
+                    f"leave {option} out, or use the torch of docs/guide/install.md",
+                )
+        torch_names.muon()
         return super().read(title, defaults)
 
     def of_shape(self, shape: torch.Size | None) -> Rule:
