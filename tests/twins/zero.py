@@ -3,8 +3,9 @@ TWIN_DEVICE=cuda.
 
 A program is a small model, an optimizer, perhaps a schedule, and what a training script does. Both
 run it; losses, outputs, weights and buffers agree to the rounding of sums (`CLOSE`). With moments
-of one byte torch's optimizer has them too (`_moments`). What Evener refuses must raise UsageError,
-and leave everything as it was.
+of one byte torch's optimizer has them too (`_moments`). Muon comes with AdamW for what is no matrix
+of a block, each with its schedule. What Evener refuses must raise UsageError, and leave everything
+as it was.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from torch import nn
 from torch.nn import functional
 
 from evener import zero
+from evener.base import torch_names
 from evener.errors import UsageError
-from evener.zero import api, boundary, checkpoint, passes, units, vocabulary, weight
+from evener.zero import api, boundary, checkpoint, groups, passes, units, vocabulary, weight
+from evener.zero import optimizer as optimizers
 from evener.zero.chunk import Chunk
+from evener.zero.engine import Engine
 from evener.zero.passes import Passes
 from evener.zero.states import SCALE, States
 from tests.twins import _moments
@@ -151,7 +155,41 @@ def _scheduled(kind: str, optimizer: torch.optim.Optimizer) -> Any:
     return rates.StepLR(optimizer, 3, 0.5)
 
 
-def _optimizer(kind: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+class Several:
+    """Optimizers or schedules that step one after the other."""
+
+    def __init__(self, each: list[Any]) -> None:
+        self.each = each
+
+    def step(self) -> None:
+        for one in self.each:
+            one.step()
+
+    def zero_grad(self) -> None:
+        for one in self.each:
+            one.zero_grad()
+
+    def state_dict(self) -> list[Any]:
+        return [one.state_dict() for one in self.each]
+
+    def load_state_dict(self, states: list[Any]) -> None:
+        for one, state in zip(self.each, states, strict=True):
+            one.load_state_dict(state)
+
+
+def _several(parameters: Iterable[nn.Parameter]) -> Several:
+    """Muon of the blocks' matrices, and AdamW of the rest. One step of Newton-Schulz: each more
+    makes differences of rounding three times as large."""
+    given = list(parameters)
+    matrices = [p for p in given if p.dim() == 2 and WORDS not in p.shape]
+    rest = [p for p in given if p.dim() != 2 or WORDS in p.shape]
+    how = {"momentum": 0.8, "eps": 1e-3, "ns_steps": 1, "adjust_lr_fn": "match_rms_adamw"}
+    return Several([torch.optim.Muon(matrices, 2e-2, **how), _optimizer("AdamW", rest)])
+
+
+def _optimizer(kind: str, parameters: Iterable[nn.Parameter]) -> Any:
+    if kind == "Muon":
+        return _several(parameters)
     if kind == "SGD":
         return torch.optim.SGD(parameters, 0.05, momentum=0.9)
     # A large epsilon: a gradient that is zero but for rounding moves nothing.
@@ -191,14 +229,21 @@ class Pair:
 
     @property
     def bytes(self) -> bool:
-        return self.program.get("moments") == "int8"
+        return self.program.get("moments") == "int8" and not self.several
+
+    @property
+    def several(self) -> bool:
+        """Muon, whose momentum has no form of one byte."""
+        return bool(self.program["optimizer"] == "Muon")
 
     def _net(self) -> Net:
         given = self.program
         return Net(given["blocks"], given["norm"], given["tied"])
 
-    def _schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+    def _schedule(self, optimizer: Any) -> Any:
         kind = self.program["schedule"]
+        if kind and isinstance(optimizer, Several):
+            return Several([_scheduled(kind, one) for one in optimizer.each])
         return _scheduled(kind, optimizer) if kind else None
 
     def _start(self, model: Net) -> None:
@@ -206,10 +251,13 @@ class Pair:
         optimizer = _optimizer(program["optimizer"], model.parameters())
         scheduler = self._schedule(optimizer)
         names = {f"layers.{n}/0" for n in range(program["resident"])}
+        several = isinstance(optimizer, Several)
+        self.given = optimizer if several else None
+        self.mine = scheduler if several else None
         self.engine, self.optimizer, _, self.scheduler = zero.initialize(
             model=model,
-            optimizer=optimizer,
-            lr_scheduler=scheduler,
+            optimizer=optimizer.each if several else optimizer,
+            lr_scheduler=None if several else scheduler,
             config=self._config(),
             resident=names,
             machine=MACHINE,
@@ -230,7 +278,7 @@ class Pair:
                 "device": DEVICE or program.get("device", "cpu"),
                 "loss": "fused",
                 "checkpointing": program["recompute"],
-                "moments": program.get("moments", "fp32"),
+                "moments": "fp32" if self.several else program.get("moments", "fp32"),
             },
         }
 
@@ -272,8 +320,16 @@ class Pair:
         for _ in range(accumulate):
             mine, theirs = self.both(call)
             self.engine.backward(mine)
-            self.engine.step()
+            if self.given is None:
+                self.engine.step()
             (theirs / accumulate).backward()
+        if self.given is not None:
+            order = list(enumerate(self.given.each))
+            for number, one in order if self.program["seed"] % 2 else reversed(order):
+                one.step()
+                one.zero_grad()
+                if self.mine is not None:
+                    self.mine.each[number].step()
         if self.program["clip"]:
             trained = [p for p in self.plain.parameters() if p.requires_grad]
             torch.nn.utils.clip_grad_norm_(trained, self.program["clip"])
@@ -390,6 +446,7 @@ class Pair:
 
     def do_save(self, *_: Any) -> None:
         zero.save_checkpoint(self.engine, self.folder)
+        self.schedules = copy.deepcopy(self.mine and self.mine.state_dict())
         self.saved = copy.deepcopy(self._kept())
 
     def _kept(self) -> Any:
@@ -414,6 +471,8 @@ class Pair:
             self.engine.close()
             self._start(self._net())
         zero.load_checkpoint(self.engine, self.folder)
+        if self.mine is not None:
+            self.mine.load_state_dict(copy.deepcopy(self.schedules))
         self._back(copy.deepcopy(self.saved))
 
     def do_resume(self, x: torch.Tensor, y: torch.Tensor, elsewhere: bool) -> None:
@@ -481,7 +540,7 @@ PROGRAMS = st.fixed_dictionaries(
         "blocks": st.integers(1, 3),
         "norm": st.sampled_from(["none", "layer", "batch"]),
         "tied": st.booleans(),
-        "optimizer": st.sampled_from(["SGD", "AdamW"]),
+        "optimizer": st.sampled_from(["SGD", "AdamW", "Muon"]),
         "schedule": st.sampled_from(["", "warm", "milestones", "steps"]),
         "moments": st.sampled_from(["fp32", "fp32", "int8"]),
         "accumulate": st.integers(1, 2),
@@ -535,12 +594,12 @@ def _strings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _copied_groups() -> Iterator[None]:
-    def groups(model: Any, parameters: Any, optimizer: Any) -> Any:
-        return [dict(group) for group in optimizer.param_groups]
+    def copied(_model: Any, _parameters: Any, optimizers: Any) -> Any:
+        return [dict(group) for one in optimizers for group in one.param_groups]
 
     with (
-        mock.patch.object(api, "_groups", groups),
-        mock.patch.object(api, "_take_over", lambda *_: None),
+        mock.patch.object(groups, "of", copied),
+        mock.patch.object(api, "take_over", lambda *_: None),
     ):
         yield
 
@@ -554,8 +613,64 @@ def _without_scales(self: Chunk) -> dict[str, torch.dtype]:
     return {name: dtype for name, dtype in _formats(self).items() if not name.endswith(SCALE)}
 
 
+def _muon(
+    change: Callable[[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]], Any],
+    **hyper: Any,
+) -> Callable[[], AbstractContextManager[Any]]:
+    """torch's arithmetic with a fault: on what `change` makes of weights, gradients and momenta."""
+
+    def step(w: list[Any], g: list[Any], m: list[Any], **given: Any) -> None:
+        for one in change(w, g, m):
+            _arithmetic(*one, **{**given, **hyper})
+
+    return _put(torch_names, "muon", lambda: step)
+
+
+def _pieces(w: list[Any], g: list[Any], m: list[Any]) -> Iterator[Any]:
+    """The upper and the lower half of each matrix."""
+    for half in (0, 1):
+        yield tuple([x.chunk(2)[half] for x in each] for each in (w, g, m))
+
+
+def _forgetful(w: list[Any], g: list[Any], m: list[Any]) -> Iterator[Any]:
+    """The momentum is added to and does not decay."""
+    kept = [x.clone() for x in m]
+    yield w, g, m
+    for x, before, gradient in zip(m, kept, g, strict=True):
+        x.copy_(before + gradient * 0.2)
+
+
+@contextlib.contextmanager
+def _late_rates() -> Iterator[None]:
+    """The optimizers' rates are taken when the last has been asked, and not each's when it was."""
+    update = Engine.update
+    with mock.patch.object(Engine, "update", lambda self, _=None: update(self)):
+        yield
+
+
+@contextlib.contextmanager
+def _clears_all() -> Iterator[None]:
+    """zero_grad of one of several optimizers takes the gradients of all."""
+    take = optimizers.Together._take
+
+    def wrapped(self: Any, number: int, optimizer: Any) -> None:
+        take(self, number, optimizer)
+        optimizer.zero_grad = lambda: self._engine.zero_grad()
+
+    with mock.patch.object(optimizers.Together, "_take", wrapped):
+        yield
+
+
+_arithmetic = torch_names.muon()
 _formats = Chunk.formats
 FAULTS = {
+    "Muon: the momentum does not decay": _muon(_forgetful),
+    "Muon: the rate is not adjusted": _muon(lambda *each: [each], adjust_lr_fn="none"),
+    "Muon: a matrix is updated in two pieces": _muon(_pieces),
+    "Muon: Nesterov's momentum is plain": _muon(lambda *each: [each], nesterov=False),
+    "Muon: the weights do not decay": _muon(lambda *each: [each], weight_decay=0.0),
+    "several: rates of after the schedules": _late_rates,
+    "several: one clears the gradients of all": _clears_all,
     "the scale of a block is not updated": _put(States, "moment", _frozen_scales),
     "checkpoints hold no scales": _put(Chunk, "formats", _without_scales),
     "recomputation moves buffers twice": _put(passes, "_kept", lambda _: contextlib.nullcontext()),

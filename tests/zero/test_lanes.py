@@ -108,7 +108,7 @@ def test_bits_do_not_depend_on_the_lane(
 
         return call
 
-    def poisoned(slot: Any, name: str, like: torch.Tensor, numel: int, device: Any) -> torch.Tensor:
+    def poisoned(_slot: Any, _name: str, like: torch.Tensor, numel: int, *_: Any) -> torch.Tensor:
         room = torch.empty(numel, dtype=like.dtype)
         return room.view(torch.uint8).fill_(0xFF).view(like.dtype)
 

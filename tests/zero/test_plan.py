@@ -36,6 +36,9 @@ parts = st.lists(
         align=st.sampled_from([8, 256]),
         trainable=st.sampled_from([True, True, True, False]),
         stays=st.sampled_from([False, False, False, True]),
+        moments=st.sampled_from([1, 2]),
+        matrix=st.sampled_from([0, 0, 1 << 16, 1 << 24]),
+        flops=st.sampled_from([0.0, 1e12]),
     ),
     min_size=1,
     max_size=20,
@@ -50,7 +53,6 @@ works = st.builds(
     replicas=st.sampled_from([1, 1, 2, 3]),
     crossing=st.sampled_from([Form(name) for name in names()]),
     depth=st.integers(1, 4),
-    moments=st.sampled_from([1, 2]),
 )
 formats = st.builds(
     Formats,
@@ -118,7 +120,7 @@ def test_the_host_arena_is_what_the_plan_said() -> None:
     made = zero.plan(model, config=config, machine=MACHINE, budget={"gpu": "8GB", "host": "4GB"})
     assert made.fits and not {p.where for p in made.places} - {"gpu", "host"}
     device = zero.api.devices.SimulatedDevice()
-    store = build(model, units, Formats(), config.rule, device, resident=set(), pin=False)
+    store = build(model, units, Formats(), device, resident=set(), pin=False)
     nothing = plan(shapes.parts_of(units), Formats(), Work(1, 0), MACHINE, Budget(0, 1 << 40))
     assert store.host.usage() == (nothing.host_bytes, nothing.host_bytes, nothing.host_bytes)
 

@@ -33,7 +33,7 @@ class Lion(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], group["lr"]
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
                 m = state.setdefault("exp_avg", torch.zeros_like(p))
                 p.mul_(1 - lr * group["weight_decay"])

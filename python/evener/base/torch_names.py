@@ -14,10 +14,12 @@ takes a second that only pipelines need.
 | FSDP2: dtype reduced if unset | that of the computation | the same | the gradient's |
 | c10d: `_create_work_from_future` | private | private | in its stubs |
 | `clip_grad._get_total_norm` | private | private | private |
+| `torch.optim._muon.muon`, of lists | private | private | private |
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -183,6 +185,22 @@ def total_norm() -> Any:
     """What clip_grad_norm_ and get_total_norm take the norm by."""
     if (found := getattr(clip_grad, "_get_total_norm", None)) is None:
         raise _elsewhere("what clip_grad_norm_ takes the norm by")
+    return found
+
+
+MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
+        "adjust_lr_fn", "has_complex")  # fmt: skip
+"""What `muon` is called with, beside the lists."""
+
+
+def muon() -> Any:
+    """The arithmetic of torch.optim.Muon's step, of lists of matrices, gradients and momenta."""
+    try:
+        from torch.optim._muon import muon as found
+
+        inspect.signature(found).bind([], [], [], **dict.fromkeys(MUON))
+    except (ImportError, TypeError):
+        raise _elsewhere("the arithmetic of torch.optim.Muon") from None
     return found
 
 

@@ -19,11 +19,13 @@ from evener.base import budget as budgets
 from evener.base.given import given
 from evener.errors import UsageError
 from evener.zero import device as devices
-from evener.zero import packed, rules, schedule, shapes, ssd
+from evener.zero import groups as given_groups
+from evener.zero import packed, schedule, shapes, ssd
 from evener.zero.activations import Offload
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
 from evener.zero.form import Form
+from evener.zero.groups import Optimizers
 from evener.zero.host import HostMemory
 from evener.zero.inputs import Call, call_of, guess
 from evener.zero.nearest import nearest
@@ -38,7 +40,7 @@ from evener.zero.rehearsal import rehearse
 from evener.zero.scaler import LossScaler
 from evener.zero.sequence import Tiles
 from evener.zero.spans import Spans
-from evener.zero.store import Source, build, group_numbers
+from evener.zero.store import Source, build
 from evener.zero.transformers import fill_buffers, without_cache
 from evener.zero.units import Unit, blocks, cut
 from evener.zero.untouched import random_kept
@@ -74,6 +76,7 @@ def plan(
     machine: Machine | None = None,
     example: Any = None,
     nodes: int = 1,
+    optimizer: Optimizers | None = None,
 ) -> Plan:
     """Whether a model fits, where each chunk will live and how long a step takes. Allocates nothing
     of the model's size.
@@ -83,14 +86,18 @@ def plan(
     example: what the model is called with (a mapping of keywords, or positions). Its shapes
     count, and its values where the model asks for them; guessed from `batch` where it is None.
     machine: measured here where it is None. nodes: with `ranks` each and a copy of the states;
-    `machine.between` is the rate between them.
+    `machine.between`: the rate between them. optimizer: as `initialize` takes it; else `config`'s.
     """
-    settings = read(config, ranks)
+    settings = replace(read(config, ranks))
     settings.budget = budget if budget != "auto" else settings.budget
     given = [(nodes, settings.crossing)]
+    optimizers = given_groups.listed(optimizer)
+    given_groups.with_rules(settings, optimizers, ranks * nodes)
+    numbers = given_groups.numbers([g for one in optimizers for g in one.param_groups])
     return plans(
-        model, settings, given, batch=batch, ranks=ranks, machine=machine, example=example
-    )[0]
+        model, settings, given, batch=batch, ranks=ranks, machine=machine, example=example,
+        numbers=lambda _: numbers,
+    )[0]  # fmt: skip
 
 
 def plans(
@@ -103,10 +110,12 @@ def plans(
     machine: Machine | None = None,
     example: Any = None,
     tell: Callable[[str], None] = lambda _: None,
+    numbers: Callable[[nn.Module], Mapping[nn.Parameter, int]] = lambda _: {},
 ) -> list[Plan]:
     """As `plan`, of a model that is traced once: a plan for each of `ways`, which are (nodes, form
     in which gradients cross between them). Where the first does not fit, it says what would.
-    `tell`: hears what is done now, as that may take a while."""
+    `tell`: hears what is done now, as that may take a while. `numbers`: gives the number of each
+    parameter's group; default: all are in group 0."""
     module = model if isinstance(model, nn.Module) else shapes.llama(model)
     device = devices.pick(settings.device).device
     measured = machine or probe(device, settings.dtype, settings.moments).machine
@@ -116,11 +125,16 @@ def plans(
         tell("a step of the model runs without memory")
         with _ready(model, settings) as head:
             call = _call(model, settings, batch, example)
-            units, profile = cut_and_trace(model, {}, settings, device, call, head, measured.cores)
+            units, profile = cut_and_trace(
+                model, numbers(model), settings, device, call, head, measured.cores
+            )
             profile = _rehearsed(profile, units, settings, device, measured, head)
             measured = _loaded(measured, profile)
     else:
-        units = cut(module, small=settings.small, bytes=settings.moments == torch.int8)
+        units = cut(
+            module, numbers(module), settings.small,
+            bytes=settings.moments == torch.int8, rule_of=given_groups.rule_of(settings),
+        )  # fmt: skip
     limit = _budget(settings, device, ranks)
     tell("planning")
     found: list[Plan] = []
@@ -138,7 +152,9 @@ def plans(
                 tell("it does not fit; a step of the model runs in tiles")
                 tiled = replace(mine, tiles=True)
                 with _ready(model, tiled) as head:
-                    again = cut_and_trace(model, {}, tiled, device, call, head, measured.cores)
+                    again = cut_and_trace(
+                        model, numbers(model), tiled, device, call, head, measured.cores
+                    )
                 ways_then = Ways.of(again[0], tiled, measured, tokens, ranks, again[1], nodes)
                 if then := ways_then.best(limit):
                     words = "evener.tiles = true", "the sequence in tiles (--tiles)"
@@ -265,23 +281,6 @@ def _tokens(config: Config, batch: Batch | None) -> int:
     return rows * length
 
 
-def _groups(
-    model: nn.Module, parameters: Iterable[Any] | None, optimizer: torch.optim.Optimizer | None
-) -> list[dict[str, Any]]:
-    if optimizer is not None:
-        # The same dicts: a scheduler that was made on the given optimizer goes on writing here.
-        return list(optimizer.param_groups)
-    given: list[Any] = list(parameters if parameters is not None else model.parameters())
-    if not given or not isinstance(given[0], dict):
-        given = [{"params": given}]
-    groups = []
-    for group in given:
-        members = group["params"]
-        members = [members] if isinstance(members, nn.Parameter) else list(members)
-        groups.append({**group, "params": [p for p in members if p.requires_grad]})
-    return groups
-
-
 def _able(model: nn.Module) -> None:
     """Refuse what chunks of one floating-point dtype cannot hold, and what is held already."""
     four_bits = packed.able(model)
@@ -311,7 +310,7 @@ def initialize(
     *,
     model: nn.Module,
     config: str | Path | Mapping[str, Any] | Config | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     model_parameters: Iterable[Any] | None = None,
     lr_scheduler: Any = None,
     batch: Batch | None = None,
@@ -325,15 +324,16 @@ def initialize(
     """Move `model` under the engine; returns (engine, optimizer, None, scheduler).
 
     The model's own parameters are taken over: afterwards they hold values only while their unit
-    runs. Uses the default process group where there is one. `batch`: of a micro-batch, for the
-    plan (the configuration's, of 1024 tokens), or `example`: what the model is called with, of
-    which shapes count, and values where the model asks for them. Its step is traced with these;
-    other inputs later are traced when they come. `weights`: a folder of safetensors, or a function
-    (name, parameter) -> value: `model` may
-    then be on the meta device, and its weights are read chunk by chunk. `resident` (names of the
-    chunks on the accelerator), `away` (of those with states on the SSD, in the budget's folder) and
-    `streaming` (of states through the accelerator): instead of what is planned. A GPU budget in
-    bytes limits torch's allocator from here until the engine is closed.
+    runs. Uses the default process group where there is one. `optimizer`: of torch, or several that
+    step together, as [torch.optim.Muon(matrices), torch.optim.AdamW(others)]. `batch`: of a
+    micro-batch, for the plan (the configuration's, of 1024 tokens), or `example`: what the model is
+    called with, of which shapes count, and values where the model asks for them. Its step is traced
+    with these; other inputs later are traced when they come. `weights`: a folder of safetensors, or
+    a function (name, parameter) -> value: `model` may then be on the meta device, and its weights
+    are read chunk by chunk. `resident` (names of the chunks on the accelerator), `away` (of those
+    with states on the SSD, in the budget's folder) and `streaming` (of states through the
+    accelerator): instead of what is planned. A GPU budget in bytes limits torch's allocator from
+    here until the engine is closed.
     Raises NoFitError before anything is moved, ConfigError for what the configuration cannot be.
     """
     settings = read(config, world_size())
@@ -345,8 +345,8 @@ def initialize(
     of_plan = {"machine": machine, "batch": batch, "example": example}
     unneeded = _unneeded(settings, of_plan, resident, optimizer, model_parameters, lr_scheduler)
     settings = replace(settings, ignored=[*settings.ignored, *unneeded])
-    if optimizer is not None:
-        settings.rule = rules.of(optimizer)
+    optimizers = given_groups.listed(optimizer)
+    given_groups.with_rules(settings, optimizers, world_size())
     device = devices.pick(settings.device)
     fill_buffers(model)
     if any(p.is_meta for p in model.parameters()):
@@ -361,13 +361,14 @@ def initialize(
         _leave_meta(model)
     elif isinstance(weights, str | Path):
         weights = source_for(weights, model)
-    if hasattr(lr_scheduler, "step") and getattr(lr_scheduler, "optimizer", None) is not optimizer:
+    steered = getattr(lr_scheduler, "optimizer", None)
+    if hasattr(lr_scheduler, "step") and not any(one is steered for one in optimizers):
         raise UsageError(
             "lr_scheduler was made on another optimizer",
             "make it on the one that is given, or give a function of an optimizer",
         )
     _able(model)
-    groups = _groups(model, model_parameters, optimizer)
+    groups = given_groups.of(model, model_parameters, optimizers)
     listed = {id(p) for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in listed:
@@ -375,7 +376,7 @@ def initialize(
                 f"parameter {name} is trained and in no optimizer group",
                 "give it to model_parameters, or set requires_grad=False",
             )
-    numbers = group_numbers([group["params"] for group in groups])
+    numbers = given_groups.numbers(groups)
     stack = contextlib.ExitStack()
     stack.callback(without_cache(model))
     head = _head(model, settings)
@@ -402,9 +403,8 @@ def initialize(
         device.unlimit()
         raise
     show(model, engine)
-    front = ZeroOptimizer(engine, groups)
-    if optimizer is not None:
-        take_over(optimizer, front)
+    front = ZeroOptimizer(engine, groups, {} if settings.rules else settings.rule.values)
+    take_over(optimizers, front)
     scheduler = lr_scheduler
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         scheduler = lr_scheduler(front)
@@ -475,7 +475,10 @@ def _engine(
     else:
         if away:
             folder = _budget(settings, device.device, world_size()).folder
-        units = cut(model, numbers, settings.small, bytes=settings.moments == torch.int8)
+        units = cut(
+            model, numbers, settings.small,
+            bytes=settings.moments == torch.int8, rule_of=given_groups.rule_of(settings),
+        )  # fmt: skip
         profile = None
         ranks = _forced(settings, device, layout())
     if settings.ignored:
@@ -489,7 +492,6 @@ def _engine(
         model,
         units,
         formats_of(settings),
-        settings.rule,
         device,
         resident=resident,
         stage=settings.stage,
@@ -511,7 +513,6 @@ def _engine(
     return Engine(
         model,
         store,
-        settings.rule,
         device,
         accumulation=settings.accumulation,
         clipping=settings.clipping,

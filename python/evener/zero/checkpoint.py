@@ -326,13 +326,14 @@ def begin(
 
 
 def _meta(engine: Engine, extra: Any) -> dict[str, Any]:
+    kinds = _kinds(engine)
     return {
         "version": VERSION,
         "step": engine.global_steps,
         "skipped": engine.skipped_steps,
         "micro_steps": engine.micro_steps,
         "ranks": engine.ranks.size,
-        "kind": engine.rule.name,
+        "kind": kinds if len(set(kinds.values())) > 1 else next(iter(kinds.values()), ""),
         "four_bits": packed.marks(engine.module),
         "steps": {
             piece.name: steps
@@ -346,6 +347,12 @@ def _meta(engine: Engine, extra: Any) -> dict[str, Any]:
         "scheduler": _packed(engine.scheduler.state_dict()) if engine.scheduler else None,
         "extra": copy.deepcopy(extra),
     }
+
+
+def _kinds(engine: Engine) -> dict[str, str]:
+    """The optimizer of each parameter, by its name."""
+    trained = (chunk.group for chunk in engine.chunks() if chunk.group.trainable)
+    return {piece.name: group.rule.name for group in trained for piece in group.pieces}
 
 
 def _finish(meta: dict[str, Any], work: Path, final: Path) -> None:
@@ -491,11 +498,13 @@ def _check(path: Path, engine: Engine) -> dict[str, Any]:
                 f"{file} has {there} bytes, it was written with {size}",
                 "the checkpoint is damaged: load an earlier one",
             )
-    if meta["kind"] != engine.rule.name:
-        raise CheckpointError(
-            f"{path} was trained with {meta['kind']}, this run uses {engine.rule.name}",
-            "use the same optimizer",
-        )
+    was = meta["kind"]  # of all parameters, or of each by its name
+    for name, kind in _kinds(engine).items():
+        if (other := was if isinstance(was, str) else was.get(name, kind)) != kind:
+            raise CheckpointError(
+                f"{path} was trained with {other}, this run uses {kind} for {name}",
+                "use the same optimizer",
+            )
     mine = packed.marks(engine.module)
     if (written := meta.get("four_bits", {})) != mine:
         name = min(n for n in {*written, *mine} if written.get(n) != mine.get(n))

@@ -30,6 +30,8 @@ class Run:
     begin: int
     end: int
     step: int
+    shape: torch.Size | None = None
+    """Of the one parameter that it is, where the rule takes it as a whole."""
 
 
 @dataclass
@@ -97,6 +99,11 @@ class Chunk:
             low = max(starts[place] - rank * share, 0)
             high = min(starts[place + 1] - rank * share, share)
             if low >= high:
+                continue
+            if self.group.rule.whole:  # one rank has all
+                piece = pieces[place]
+                end = piece.offset + piece.numel
+                runs.append(Run(piece.offset, end, self.steps[place], piece.shape))
                 continue
             last = runs[-1] if runs else None
             if last is not None and last.end == low and last.step == self.steps[place]:

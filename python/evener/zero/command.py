@@ -14,7 +14,7 @@ from rich.table import Table
 
 from evener.base.units import has_unit, parse_rate
 from evener.errors import UsageError
-from evener.zero import report
+from evener.zero import groups, report
 from evener.zero.api import plans
 from evener.zero.config import MOMENTS, Config
 from evener.zero.device import pick
@@ -24,6 +24,7 @@ from evener.zero.machines import DEFAULT, imagine
 from evener.zero.named import configuration, model_of, remarks
 from evener.zero.planner import Plan
 from evener.zero.probe import probe
+from evener.zero.rules import AdamW, Muon
 
 UNLIMITED = 1 << 50
 """Bytes of host memory where nobody says how much there is."""
@@ -134,6 +135,7 @@ def run_plan(
     crossing: str,
     dtype: str,
     moments: str,
+    optimizer: str,
     master: bool,
     checkpointing: str,
     loss: str,
@@ -157,6 +159,9 @@ def run_plan(
         tiles=tiles,
         crossing=Form(crossing).name,
     )
+    if optimizer == "muon":
+        config.rules = [AdamW(), Muon()]
+        groups.refuse(config, ranks * nodes)
     limits: dict[str, str | int] = {
         name: text
         for name, text in (("gpu", gpu), ("host", host), ("ssd", ssd or "auto"))
@@ -192,8 +197,9 @@ def run_plan(
     size = _batch(batch)
     with Console(stderr=True).status("planning") as shown:  # nothing, where that is no terminal
         made, *others = plans(
-            shape, config, ways, batch=size, ranks=ranks, machine=machine, tell=shown.update
-        )
+            shape, config, ways, batch=size, ranks=ranks, machine=machine, tell=shown.update,
+            numbers=groups.hidden if config.rules else lambda _: {},
+        )  # fmt: skip
     if not record.get("assumed") and made.ssd_bytes:
         lines = [*lines, f"SSD              measured in {made.budget.folder}"]
     if said:

@@ -43,8 +43,8 @@ class Config:
     (each node has a copy of the states), "shard", or "auto": what the plan finds faster of those
     that fit. crossing: the form of gradients between nodes (`evener.zero.form.names`). rehearse:
     one unit of each kind runs on the GPU before the plan (`rehearsal`); "auto": where one process
-    plans for a GPU. ignored: what was taken and is not needed. has_optimizer: whether `rule` was
-    asked for.
+    plans for a GPU. rules: of each group of parameters, where they differ; else all have `rule`.
+    ignored: what was taken and is not needed. has_optimizer: whether `rule` was asked for.
     """
 
     stage: int = 3
@@ -77,6 +77,7 @@ class Config:
     nodes: str = "auto"
     crossing: str = "exact"
     rehearse: bool | str = "auto"
+    rules: list[Rule] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     has_optimizer: bool = False
 

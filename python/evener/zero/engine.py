@@ -29,7 +29,7 @@ have copies of the states, gradients cross between them once per step (`ranks`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -48,15 +48,13 @@ from evener.zero.gradients import Gradients
 from evener.zero.lanes import Lanes
 from evener.zero.loading import Loading
 from evener.zero.passes import Passes
-from evener.zero.planner import SLOTS, Plan
+from evener.zero.planner import Plan, slot_bytes
 from evener.zero.profile import outgoing
 from evener.zero.ranks import Ranks
 from evener.zero.room import Room
-from evener.zero.rules import Rule
 from evener.zero.scaler import LossScaler
 from evener.zero.scaling import Scaling
 from evener.zero.spans import Span, Spans
-from evener.zero.states import SLICE
 from evener.zero.store import Store
 from evener.zero.updates import Updates
 from evener.zero.vocabulary import Head
@@ -76,7 +74,6 @@ class Engine:
         self,
         model: nn.Module,
         store: Store,
-        rule: Rule,
         device: Device,
         *,
         accumulation: int = 1,
@@ -100,7 +97,6 @@ class Engine:
     ) -> None:
         self.module = model
         self.store = store
-        self.rule = rule
         self.device = device
         self.ranks = ranks or Ranks()
         self.accumulation = accumulation
@@ -117,16 +113,18 @@ class Engine:
         self.spans = offload.spans if offload else Spans(device)
         self._scaling = Scaling(accumulation, clipping, scaler)
         self._account = Account(store, device, self.spans, plan, self.ranks.number)
+        groups = [chunk.group for chunk in self.chunks() if chunk.group.trainable]
+        streams = [group for group in groups if group.matrix or streaming]
         self._lanes = Lanes(
-            rule,
             device,
             seed=seed,
             ranks=(self.rank, self.world),
             streaming=streaming,
+            largest=max((group.matrix for group in groups), default=0),
             spans=self.spans,
             ssd=store.ssd,
         )
-        self._updates = Updates(rule, device, self.ranks, self._lanes, self.spans, seed)
+        self._updates = Updates(device, self.ranks, self._lanes, self.spans, seed)
         self._loading = Loading(
             [chunks for _, chunks in store.units],
             device,
@@ -136,6 +134,8 @@ class Engine:
             stale_updates=stale_updates,
         )
         self._gradients = self._make_gradients(depth, stage)
+        self.came: Callable[[], int] = lambda: self._gradients.came
+        """How many chunks' gradients were complete until now."""
         self._passes = Passes(
             model,
             store.units,
@@ -149,10 +149,9 @@ class Engine:
             head=head,
             early=traced is not None,
         )
-        slots = int(SLOTS * SLICE * store.formats.host_bytes(len(rule.moments))) if streaming else 0
+        slots = slot_bytes([(g.matrix, len(g.rule.moments)) for g in streams], store.formats)
         self.room = Room(
             store,
-            rule,
             device,
             self._passes,
             self._loading,
@@ -200,7 +199,7 @@ class Engine:
         if traced is not None:
             foresight.largest(*traced)
         held = self.room.held() + sum(b.nbytes for b in model.buffers())
-        device.begin(held + (slots if streaming else 0))
+        device.begin(held + slots)
 
     def _make_gradients(self, depth: int, stage: int) -> Gradients:
         """What takes gradients to where their states are, and shares them between ranks."""
@@ -219,7 +218,7 @@ class Engine:
             between=Between(
                 self.ranks,
                 self.device,
-                linear=self.rule.name == "sgd",
+                linear=all(c.group.rule.name == "sgd" for c in self.chunks() if c.group.trainable),
                 scale=lambda: self._scaling.scale,
             ),
             gathered=lambda: self._loading.order if self.world > 1 else 0,
@@ -333,10 +332,12 @@ class Engine:
         norm = self._scaling.norm
         return None if norm is None else float(norm)
 
-    def zero_grad(self) -> None:
-        """Forget gradients that no step has used. A forward pass whose backward pass is still to
-        come stays as it is: many loops call this between the two."""
+    def zero_grad(self, groups: Container[int] | None = None) -> None:
+        """Forget gradients that no step has used (of `groups`, else all). A forward pass whose
+        backward pass is still to come stays as it is: many loops call this between the two."""
         for chunk in self.chunks():
+            if groups is not None and chunk.group.group not in groups:
+                continue
             chunk.filled = chunk.touched = chunk.crossed = False
             chunk.norms = None
             chunk.given.clear()
@@ -429,8 +430,9 @@ class Engine:
         if self.micro_steps % self.accumulation == 0 and self.update() and self.scheduler:
             self.scheduler.step()
 
-    def update(self) -> bool:
-        """Update the weights from all gradients since the last time; False where it was skipped."""
+    def update(self, groups: list[dict[str, Any]] | None = None) -> bool:
+        """Update the weights from all gradients since the last time; False where it was skipped.
+        `groups`: with this step's hyperparameters, where they are not those of now."""
         self.flush()
         self._refuse_strangers()
         self._scaling.refuse_unscaled(any(c.filled for c in self.chunks()))
@@ -452,7 +454,7 @@ class Engine:
             self.drain()
         self.global_steps += 1
         self._account.endured(first=self.global_steps == 1)
-        self._updates.begin(chunks, moving, self.param_groups, scale)
+        self._updates.begin(chunks, moving, groups or self.param_groups, scale)
         self._account.span(self.global_steps)
         self._loading.ahead()
         if self._account.searches() and self.plan is not None and self.world == 1:

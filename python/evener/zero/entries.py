@@ -178,7 +178,7 @@ def converted(engine: Engine, saved: Container[str]) -> list[tuple[Held, str]]:
     not, or the other way: parts and places."""
     found: list[tuple[Held, str]] = []
     for part in held_by(engine):
-        for place in engine.rule.moments.values():
+        for place in part.chunk.group.rule.moments.values():
             name = f"{part.name}.{place}"
             if place not in part.chunk.formats() or name not in saved:
                 continue

@@ -85,6 +85,8 @@ class Gradients:
         self._open = False
         """Whether a backward pass may have brought something."""
         self._passes = 0
+        self.came = 0
+        """Chunks whose gradients were complete, counted up."""
         self._leaving: list[tuple[Event, Any]] = []
 
     def add(self, chunk: Chunk, place: int, gradient: torch.Tensor) -> None:
@@ -278,6 +280,7 @@ class Gradients:
         chunk.given |= given
         chunk.touched = True
         self._delivered.add(chunk.index)
+        self.came += 1
 
     @property
     def _shared(self) -> bool:

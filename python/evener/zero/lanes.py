@@ -8,6 +8,10 @@ The bits do not depend on who took a slice: the kernels do the same operations, 
 depend on an element's index alone. What has its states on the SSD is the host lane's: it takes such
 a chunk block by block, while the next ones come and the last ones go home (`ssd.Ring`).
 
+A rule that takes whole matrices is the streaming lane's alone, so it is there for them also where
+nothing else streams: a slice is then a matrix, and slots have room for the largest. What such a
+matrix has on the SSD is read and written by that lane, between its copies.
+
 # Who may touch what
 A slice belongs to the lane that took it. A chunk's `updated` is set when its last slice is done, or
 (streamed) on its way: then `updated_event` ends it on the accelerator, and who copies the weights
@@ -31,7 +35,6 @@ from evener.zero import exits
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device, Event
 from evener.zero.planner import SLOTS
-from evener.zero.rules import Rule
 from evener.zero.spans import Spans
 from evener.zero.ssd import BUFFERS, Ring, Ssd
 from evener.zero.states import BLOCK, SLICE, Noise, States, part, stride
@@ -56,6 +59,11 @@ class _Slice:
     runs: list[Run]
     block: int | None = None
 
+    @property
+    def whole(self) -> bool:
+        """A matrix, for the streaming lane alone."""
+        return self.job.chunk.group.rule.whole
+
 
 @dataclass
 class _Slot:
@@ -64,12 +72,14 @@ class _Slot:
     tensors: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict)
     empty: Event | None = None
 
-    def room(self, name: str, like: torch.Tensor, numel: int, device: Device) -> torch.Tensor:
-        """Room for `numel` elements of the dtype of `like`; allocated once. In the stream that
-        fills it: memory that the training loop has freed may still be computed with."""
+    def room(
+        self, name: str, like: torch.Tensor, numel: int, device: Device, most: int
+    ) -> torch.Tensor:
+        """Room for `numel` elements of the dtype of `like`; allocated once, for `most`. In the
+        stream that fills it: memory that the training loop has freed may still be computed with."""
         key = (name, like.dtype)
         if key not in self.tensors:
-            count = SLICE // stride(name)
+            count = most // stride(name)
             with device.on("states in"):
                 self.tensors[key] = torch.empty(count, dtype=like.dtype, device=device.device)
         return self.tensors[key][:numel]
@@ -82,21 +92,21 @@ def threads_for(cpus: int) -> int:
 
 
 class Lanes:
-    """See the head of this file. `streaming`: whether there is the second lane."""
+    """See the head of this file. `streaming`: whether there is the second lane for all. `largest`:
+    elements of the largest matrix that is updated as a whole; 0: there is none."""
 
     def __init__(
         self,
-        rule: Rule,
         device: Device,
         *,
         seed: int = 0,
         ranks: tuple[int, int] = (0, 1),
         streaming: bool = False,
+        largest: int = 0,
         slice_numel: int = SLICE,
         spans: Spans | None = None,
         ssd: Ssd | None = None,
     ) -> None:
-        self.rule = rule
         self.device = device
         self._ring = None if ssd is None else Ring(ssd)
         self.threads = threads_for(_optimizers.threads())
@@ -116,7 +126,8 @@ class Lanes:
         self._closed = False
         self._arrived: Event | None = None
         self._slots = [_Slot() for _ in range(SLOTS)]
-        lanes = [self._host_lane, *([self._streaming_lane] if streaming else [])]
+        self._most = max(SLICE if streaming else 0, largest)
+        lanes = [self._host_lane, *([self._streaming_lane] if self._most else [])]
         self._threads = [
             threading.Thread(target=lane, name=f"evener{lane.__name__}", daemon=True)
             for lane in lanes
@@ -137,6 +148,8 @@ class Lanes:
             self._state.notify_all()
 
     def _cut(self, job: Update) -> list[_Slice]:
+        if job.chunk.group.rule.whole:
+            return [_Slice(job, [run]) for run in job.runs]
         if job.chunk.away is None:
             return [
                 _Slice(job, [Run(begin, min(begin + self._slice, run.end), run.step)])
@@ -185,7 +198,10 @@ class Lanes:
     def _next(self, streaming: bool) -> int | None:
         """The place in the queue of what a lane takes next."""
         if not streaming:
-            return 0 if self._queue else None
+            return next((i for i, piece in enumerate(self._queue) if not piece.whole), None)
+        found = next((i for i, piece in enumerate(self._queue) if piece.whole), None)
+        if found is not None or not self.streaming:
+            return found
         return next((i for i, piece in enumerate(self._queue) if piece.block is None), None)
 
     def _take(self, streaming: bool = False) -> _Slice | None:
@@ -258,7 +274,7 @@ class Lanes:
         assert chunk.gradient is not None
         noise = self._noise(chunk, run.begin)
         with self.spans.host("optimizer", "host lane", chunk.group.name):
-            self.rule.on_host(
+            chunk.group.rule.on_host(
                 states,
                 chunk.gradient[run.begin : run.end],
                 job.hyper,
@@ -304,6 +320,8 @@ class Lanes:
                 self._through(piece, slot)
             except BaseException as error:  # noqa: BLE001  # raised again by drain()
                 self._failed = error
+                if piece.job.chunk.away is not None and self._ring is not None:
+                    self._ring.failed = self._ring.failed or error  # half is new, half is old
             self._finish(piece, "stream")
 
     @torch.no_grad()
@@ -315,9 +333,14 @@ class Lanes:
         numel = run.end - run.begin
         home = part(chunk.states, run.begin, run.end).tensors()
         gradient = chunk.gradient[run.begin : run.end]
-        there = {name: slot.room(name, x, x.numel(), device) for name, x in home.items()}
-        moved = slot.room("gradient", gradient, numel, device)
         name = chunk.group.name
+        away = () if chunk.away is None else chunk.away.names
+        if away:
+            with self.spans.host("wait", "streaming lane for the SSD", name):
+                home |= {each: chunk.read(each, run.begin, run.end) for each in away}
+        most = self._most
+        there = {each: slot.room(each, x, x.numel(), device, most) for each, x in home.items()}
+        moved = slot.room("gradient", gradient, numel, device, most)
         if chunk.gradient_event is not None:
             device.wait("states in", chunk.gradient_event)
         # A copy engine serves one stream for as long as it has something queued, and weights for
@@ -334,12 +357,18 @@ class Lanes:
         device.wait("optimizer", self._arrived)
         with self.spans.device("optimizer", "optimizer", name), device.on("optimizer"):
             noise = self._noise(chunk, run.begin)
-            self.rule.on_device(states_named(there), moved, job.hyper, run.step, job.scale, noise)
+            rule = chunk.group.rule.of_shape(run.shape)
+            rule.on_device(states_named(there), moved, job.hyper, run.step, job.scale, noise)
         device.wait("states out", device.record("optimizer"))
         with self.spans.device("copy", "states out", name), device.on("states out"):
             for key, tensor in home.items():
                 tensor.copy_(there[key], non_blocking=True)
         slot.empty = chunk.updated_event = device.record("states out")
+        if away:
+            with self.spans.host("wait", "streaming lane for the SSD", name):
+                slot.empty.synchronize()
+                for each in away:
+                    chunk.write(each, run.begin, home[each])
 
 
 def measure(lanes: Lanes, jobs: list[Update], repeats: int = 3) -> tuple[float, float]:

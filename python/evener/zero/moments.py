@@ -29,6 +29,11 @@ class _Part:
     high: int
     begin: int
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        """torch's name of each moment, and its place."""
+        return self.chunk.group.rule.moments
+
     def read(self, name: str) -> torch.Tensor:
         """One moment: a view, or a copy of what is on the SSD."""
         return self.chunk.read_moment(name, self.begin, self.begin + self.high - self.low)
@@ -50,7 +55,7 @@ def collect(engine: Engine, groups: list[dict[str, Any]]) -> dict[int, dict[str,
         if part is None or part.chunk.steps[part.place] == 0:
             continue
         entry: dict[str, Any] = {"step": torch.tensor(float(part.chunk.steps[part.place]))}
-        for name, own in engine.rule.moments.items():
+        for name, own in part.names.items():
             if own in part.chunk.formats():
                 value = part.read(own).detach().to("cpu", copy=True)
                 entry[name] = value if engine.world > 1 else value.view(parameter.shape)
@@ -69,7 +74,7 @@ def install(engine: Engine, groups: list[dict[str, Any]], given: dict[str, Any])
             f"groups, this optimizer {sum(len(g['params']) for g in groups)} in {len(groups)}",
             "load the state of this model, with the same groups",
         )
-    parts, names = _parts(engine), engine.rule.moments
+    parts = _parts(engine)
     numbers = [number for group in saved for number in group["params"]]
     jobs: list[tuple[_Part, dict[str, Any]]] = []
     for number, parameter in zip(numbers, _parameters(groups), strict=True):
@@ -77,13 +82,14 @@ def install(engine: Engine, groups: list[dict[str, Any]], given: dict[str, Any])
         if part is None:
             continue
         if entry is not None:
-            entry = _cut(engine, part, entry, names, parameter.numel())
-            _check(engine, part, number, entry, names)
+            entry = _cut(engine, part, entry, parameter.numel())
+            _check(part, number, entry)
         jobs.append((part, entry or {}))
     with torch.no_grad():
         for part, entry in jobs:
-            part.chunk.steps[part.place] = int(entry.get("step", 0))
-            for name, own in names.items():
+            # torch's own SGD and Muon do not count theirs.
+            part.chunk.steps[part.place] = int(entry.get("step", 1 if entry else 0))
+            for name, own in part.names.items():
                 if own not in part.chunk.formats():
                     continue
                 value = entry.get(name)
@@ -92,23 +98,20 @@ def install(engine: Engine, groups: list[dict[str, Any]], given: dict[str, Any])
         group.update({key: value for key, value in values.items() if key != "params"})
 
 
-def _cut(
-    engine: Engine, part: _Part, entry: dict[str, Any], names: Mapping[str, str], whole: int
-) -> dict[str, Any]:
+def _cut(engine: Engine, part: _Part, entry: dict[str, Any], whole: int) -> dict[str, Any]:
     """This rank's part of what torch's own optimizer holds."""
     if engine.world == 1 or "range" in entry:
         return entry
     cut = dict(entry)
-    for name in names:
+    for name in part.names:
         value = cut.get(name)
         if value is not None and value.numel() == whole:
             cut[name] = value.reshape(-1)[part.low : part.high]
     return cut
 
 
-def _check(
-    engine: Engine, part: _Part, number: int, entry: dict[str, Any], names: Mapping[str, str]
-) -> None:
+def _check(part: _Part, number: int, entry: dict[str, Any]) -> None:
+    rule, names = part.chunk.group.rule, part.names
     span = tuple(entry.get("range", (part.low, part.high)))
     if span != (part.low, part.high):
         raise UsageError(
@@ -124,10 +127,10 @@ def _check(
                 f"{part.high - part.low}",
                 "load the state of this model",
             )
-    if names and not any(name in entry for name in names) and not engine.rule.optional:
+    if names and not any(name in entry for name in names) and not rule.optional:
         raise UsageError(
             f"the state of parameter {number} has {', '.join(sorted(entry))}",
-            f"load one of {engine.rule.name}, which has {', '.join(names)}",
+            f"load one of {rule.name}, which has {', '.join(names)}",
         )
 
 

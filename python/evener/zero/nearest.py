@@ -43,6 +43,8 @@ def nearest(
     `tokens`: of a micro-batch. More GPUs are taken to be in the same host, with its memory.
     """
 
+    whole = any(group.matrix for unit in units for group in unit.groups)
+
     def ways(
         given: Config = config,
         profile: Profile | None = profile,
@@ -70,9 +72,12 @@ def nearest(
         if given.moments != torch.int8:
             return ways(given), budget
         cut = [replace(unit, groups=[_blocks(group) for group in unit.groups]) for unit in units]
-        pieces = [p for unit in units for g in unit.groups if g.trainable for p in g.pieces]
-        small = sum(p.numel for p in pieces if p.numel < LEAST)
-        beside = small * formats_of(config).device_bytes(len(config.rule.moments))
+        pieces = [(g, p) for unit in units for g in unit.groups if g.trainable for p in g.pieces]
+        beside = sum(
+            p.numel * formats_of(config).device_bytes(len(group.rule.moments))
+            for group, p in pieces
+            if p.numel < LEAST
+        )
         return ways(given, cut=cut), replace(budget, gpu=budget.gpu - int(beside))
 
     def single() -> Iterator[Fit | None]:
@@ -97,7 +102,7 @@ def nearest(
                 f"{size[:-2]} GB of an SSD (--ssd /folder:{size})",
                 (0, known),
             )
-        for more in (2, 4, 8):
+        for more in () if whole else (2, 4, 8):  # ranks would share matrices out
             shared = replace(budget, host=budget.host // more)
             if plan := ways(ranks=ranks * more).best(shared):
                 many = f"{ranks * more} GPUs in this host"
@@ -113,8 +118,8 @@ def nearest(
     def lossy(host: tuple[int, Plan] | None) -> Fit | None:
         """The first of smaller states that fit. Where none do: the smallest, with host memory, if
         that is less than the lossless ones take (`host`)."""
-        forms = [("bf16", True), ("int8", True)]
-        if config.dtype == torch.bfloat16:
+        forms = [("bf16", True)] if whole else [("bf16", True), ("int8", True)]
+        if not whole and config.dtype == torch.bfloat16:
             forms.append(("int8", False))
         last: tuple[str, str, str, Ways, budgets.Budget] | None = None
         for value, master in forms:

@@ -26,7 +26,9 @@ cores are busy with the optimizer, and that takes longer: the probe measures bot
 on the accelerator before (`rehearsal`), what they took counts, not what their trace says. The
 optimizer
 runs at the cores' rate, or at that of both lanes (see `lanes`) where that was measured to be
-higher: then the streaming lane stands still while weights come in by the same wires. States on the
+higher: then the streaming lane stands still while weights come in by the same wires. Matrices that
+are updated as a whole go through the accelerator, and its products for them are counted. States on
+the
 SSD are read and written once, at the rate of the file with both going on at once.
 
 Where nodes have copies of the states, what crosses between them is in the last backward pass, which
@@ -40,6 +42,8 @@ from bisect import bisect_left
 from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import torch
 
 from evener.base.budget import Budget
 from evener.zero.form import Form
@@ -116,6 +120,14 @@ class Part:
     """What its elements are a multiple of (see `Group`)."""
     vectors: int = 0
     """Elements of parameters of one dimension."""
+    moments: int = 2
+    """Moments that its optimizer has."""
+    scratch: int = 24
+    """Bytes that an update on the accelerator takes beside the states, per element (`scratch`)."""
+    matrix: int = 0
+    """Elements of the largest matrix, where each is updated as a whole (on the accelerator)."""
+    flops: float = 0.0
+    """Operations of an update's matrix products."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +144,6 @@ class Work:
     crossing: Form = field(default_factory=Form)
     """The form in which it crosses."""
     depth: int = 2
-    moments: int = 2
-    scratch: int = 24
-    """Bytes that an update on the accelerator takes beside the states, per element (`scratch`)."""
     streaming: bool = False
     offloaded: int = 0
     """Bytes of activations that wait for the backward pass on the host."""
@@ -225,7 +234,7 @@ def _bytes_on(part: Part, formats: Formats, work: Work, where: str) -> int:
     """`where`: "gpu", "host", or "ssd": what stays on the host then."""
     formats = formats.of(part.align)
     owed = _owed(formats, work) * part.trainable
-    return _size(_share(part, work), part.trainable, formats, work.moments, owed, where)
+    return _size(_share(part, work), part.trainable, formats, part.moments, owed, where)
 
 
 @functools.lru_cache(maxsize=1 << 12)  # blocks are alike, and a plan asks for each size again
@@ -279,10 +288,13 @@ def _need(
             stays += size
     share = max((_share(p, work) for p in parts if p.trainable), default=0)
     # Updated on the accelerator is what lives there, and what streams through, slice by slice.
-    there = (_share(p, work) for p in parts if p.trainable and _updated(p, resident, work))
-    scratch = work.scratch * min(SLICE, max(there, default=0))
+    there = (p for p in parts if p.trainable and _updated(p, resident, work))
+    scratch = max((p.scratch * (p.matrix or min(SLICE, _share(p, work))) for p in there), default=0)
     scratch += scratch // 64 + SMALL_THINGS if scratch else 0
-    slots = int(SLOTS * SLICE * formats.host_bytes(work.moments)) if work.streaming else 0
+    streams = [p for p in parts if p.trainable and (p.matrix or work.streaming)]
+    slots = slot_bytes([(p.matrix, p.moments) for p in streams], formats)
+    if machine.slack and any(p.matrix for p in streams):
+        slots += WORKSPACE // 2  # the lane's own thread has products too
     slots += work.crossing.scratch(share, formats.gradient, work.replicas)
     if work.profile is not None:
         weights, rest = peaks(
@@ -313,7 +325,16 @@ def _need(
 
 
 def _updated(part: Part, resident: Set[str], work: Work) -> bool:
-    return part.stays or part.name in resident or work.streaming
+    return part.stays or part.name in resident or work.streaming or part.matrix > 0
+
+
+def slot_bytes(streams: Sequence[tuple[int, int]], formats: Formats) -> int:
+    """Bytes of the streaming lane's slots. streams: of each chunk that may pass through them, the
+    elements of its largest matrix (0: it goes by slices) and how many moments it has."""
+    if not streams:
+        return 0
+    most = max(matrix or SLICE for matrix, _ in streams)
+    return int(SLOTS * most * formats.host_bytes(max(moments for _, moments in streams)))
 
 
 def lost(
@@ -495,14 +516,21 @@ def _spilled(
     memory and of the file."""
     if not budget.ssd or host <= budget.host:
         return places, host, 0
-    fields = formats.away(PLACES[: work.moments])
-    dtypes = [dtype for _, dtype in fields]
-    host += buffer_bytes(sum(dtype.itemsize for dtype in dtypes))
+
+    def fields(part: Part) -> list[torch.dtype]:
+        return [dtype for _, dtype in formats.away(PLACES[: part.moments])]
+
+    def width(part: Part) -> int:
+        return sum(dtype.itemsize for dtype in fields(part))
+
+    trained = [part for part in parts if part.trainable]
+    host += buffer_bytes(max(map(width, trained), default=0))
+    host += max((part.matrix * width(part) for part in trained), default=0)  # one comes as a whole
     places, used = list(places), 0
     for at in reversed(range(len(places))):
         part, place = parts[at], places[at]
-        away = size_of(_share(part, work), dtypes)
-        if place.where != "host" or not part.trainable or away < SMALL or not fields:
+        away = size_of(_share(part, work), fields(part))
+        if place.where != "host" or not part.trainable or away < SMALL:
             continue
         if used + away > budget.ssd:
             continue
@@ -559,9 +587,14 @@ def _times(
     if work.replicas > 1 and machine.between:
         crossing = _crossing(parts, formats, work) / machine.between
     arriving = moved * formats.compute.itemsize / machine.h2d
-    optimizer = updated / machine.host_adam
+    trained = {p.name: p for p in parts if p.trainable}
+    whole = [trained[p.name] for p in below if p.name in trained and trained[p.name].matrix]
+    sliced = updated - sum(p.numel for p in whole)
+    optimizer = sliced / machine.host_adam
     if work.streaming and machine.balanced:
-        optimizer = min(optimizer, (updated + machine.streamed * arriving) / machine.balanced)
+        optimizer = min(optimizer, (sliced + machine.streamed * arriving) / machine.balanced)
+    matrices = sum(p.numel * formats.host_bytes(p.moments) for p in whole)
+    there = sum(trained[p.name].flops for p in places if p.where == "gpu" and p.name in trained)
     return {
         "forward": forward,
         "forward beside the optimizer": beside,
@@ -569,8 +602,10 @@ def _times(
         "weights in": arriving,
         "gradients out": updated * formats.gradient.itemsize / machine.d2h,
         "host optimizer": optimizer,
+        "matrices in and out": matrices / min(machine.h2d, machine.d2h),
+        "matrices": sum(p.flops for p in whole) / machine.flops,
         "activations out": work.offloaded / machine.d2h,
-        "device optimizer": kept / machine.device_adam,
+        "device optimizer": kept / machine.device_adam + there / machine.flops,
         "gather": gathered,
         "gather again": again,
         "between nodes": crossing,
@@ -591,7 +626,8 @@ def _next_forward(
     gradient goes out, then chunk after chunk is updated, comes in and is computed with. What a unit
     computes is taken as its share of the parameters."""
     mine = [p for p in places if p.where != "gpu" and p.name in trainable]
-    share = times["host optimizer"] / max(1, sum(p.numel for p in mine))
+    matrices = times["matrices in and out"] + times["matrices"]
+    share = max(times["host optimizer"], matrices) / max(1, sum(p.numel for p in mine))
     each = times["SSD"] / max(1, sum(p.away for p in places))
     compute = times["forward beside the optimizer"] / max(1, sum(p.numel for p in places))
     begin = mine[0].numel / work.ranks * formats.gradient.itemsize / machine.d2h if mine else 0.0
@@ -625,7 +661,8 @@ def _step(times: dict[str, float], work: Work, next_forward: float) -> tuple[flo
     }
     last = {
         **forward,
-        "GPU": times["forward beside the optimizer"],
+        "GPU": times["forward beside the optimizer"] + times["matrices"],
+        "PCIe": forward["PCIe"] + times["matrices in and out"],
         "host memory": times["host optimizer"],
         "SSD": times["SSD"],
     }

@@ -15,11 +15,13 @@ from evener.errors import EvenerError
 from evener.zero import shapes
 from evener.zero.config import Config
 from evener.zero.form import Form
+from evener.zero.groups import rule_of
 from evener.zero.host import pages
 from evener.zero.inputs import Call
 from evener.zero.planner import Machine, Part, Plan, Work, least_gpu
 from evener.zero.planner import plan as pure_plan
 from evener.zero.profile import Profile
+from evener.zero.rules import Rule
 from evener.zero.scratch import scratch_of
 from evener.zero.store import Formats
 from evener.zero.trace import timed_trace
@@ -97,8 +99,6 @@ class Ways:
             replicas=replicas,
             crossing=Form(config.crossing),
             depth=config.depth,
-            moments=len(config.rule.moments),
-            scratch=scratch_of(config.rule, formats_of(config), cuda=machine.slack > 0),
             profile=profile,
         )
         made = (
@@ -107,7 +107,15 @@ class Ways:
         works = [replace(work, streaming=streaming) for work in made for streaming in lanes]
         holes = machine.slack > 0 and profile is not None
         tight = [replace(work, pools=False) for work in works] if holes else []
-        return cls(shapes.parts_of(units), formats_of(config), machine, works, tight)
+        known: dict[str, int] = {}
+
+        def scratch(rule: Rule) -> int:
+            if rule.name not in known:
+                known[rule.name] = scratch_of(rule, formats_of(config), cuda=machine.slack > 0)
+            return known[rule.name]
+
+        parts = shapes.parts_of(units, scratch)
+        return cls(parts, formats_of(config), machine, works, tight)
 
     def best(self, budget: budgets.Budget) -> Plan | None:
         """The fastest that fits; None: nothing does.
@@ -203,7 +211,9 @@ def cut_and_trace(
     of several ranks' profiles gives one, as each looks at values of its own batch."""
     stay: frozenset[str] = frozenset()
     for _ in range(3):
-        units = cut(model, numbers, config.small, stay, config.moments == torch.int8)
+        units = cut(
+            model, numbers, config.small, stay, config.moments == torch.int8, rule_of(config)
+        )
         profile, said = timed_trace(
             model,
             units,

@@ -165,6 +165,7 @@ class _Bench:
         self.cuda = device.type == "cuda"
         self.accelerator: Device = CudaDevice(device.index) if self.cuda else SimulatedDevice()
         self.rule = AdamW()
+        self.group = Group("probe", 0, rule=self.rule)
         # On the CPU a second must do, and bf16 products there are emulated: float32 instead.
         n = elements or (96 << 20 if self.cuda else 2 << 20)
         self.elements = n = -(-n // BLOCK) * BLOCK
@@ -177,16 +178,15 @@ class _Bench:
             small = count * dtype.itemsize < SMALL
             return torch.zeros(count, dtype=dtype) if small else host.tensor(count, dtype)
 
-        self.states, gradient = states_of(True, formats, self.rule, make)
+        self.states, gradient = states_of(self.group, formats, make)
         assert gradient is not None
         self.weights, self.gradient = self.states.weights, gradient
         # On the accelerator few: a probe must not need more than a small budget.
         self.few = min(n, 32 << 20)
         self.there = torch.zeros(self.few, dtype=torch.bfloat16, device=device)
         self.states_there, _ = states_of(
-            True,
+            self.group,
             formats,
-            self.rule,
             lambda name, dtype: torch.zeros(self.few // stride(name), dtype=dtype, device=device),
         )
         self.size = 4096 if self.cuda else 384
@@ -215,13 +215,11 @@ class _Bench:
         self, streaming: bool, meet: Callable[[], None] = lambda: None
     ) -> tuple[float, float]:
         """Parameters that the optimizer updates: on the host's cores, and by the streaming lane."""
-        lanes = Lanes(
-            self.rule, self.accelerator, streaming=streaming, slice_numel=self.elements // 32
-        )
+        lanes = Lanes(self.accelerator, streaming=streaming, slice_numel=self.elements // 32)
         if self.threads:
             lanes.threads = self.threads
         flat = torch.empty(0, dtype=torch.bfloat16, device=self.device)
-        chunk = Chunk(0, Group("probe", 0), self.states, self.gradient, flat, False, False, flat)
+        chunk = Chunk(0, self.group, self.states, self.gradient, flat, False, False, flat)
         meet()
         try:
             run = [Run(0, self.elements, 1)]

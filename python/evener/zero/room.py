@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from evener.zero.gradients import Gradients
     from evener.zero.loading import Loading
     from evener.zero.passes import Passes
-    from evener.zero.rules import Rule
 
 logger = logging.getLogger("evener.zero")
 
@@ -40,7 +39,6 @@ class Room:
     def __init__(
         self,
         store: Store,
-        rule: Rule,
         device: Device,
         passes: Passes,
         loading: Loading,
@@ -54,7 +52,6 @@ class Room:
         slack: float = 0.0,
     ) -> None:
         self._store = store
-        self._rule = rule
         self._device = device
         self._passes = passes
         self._loading = loading
@@ -217,7 +214,7 @@ class Room:
                 return made.pin_memory() if pin else made
 
             formats = store.formats.of(chunk.group.align)
-            states, gradient = states_of(chunk.group.trainable, formats, self._rule, make)
+            states, gradient = states_of(chunk.group, formats, make)
             for name, tensor in chunk.states.tensors().items():
                 states.tensors()[name].copy_(tensor)
             if gradient is not None and chunk.gradient is not None:

@@ -13,9 +13,12 @@ from evener.zero.meter import Ledger, Meter
 from evener.zero.rules import Rule
 from evener.zero.states import stride
 from evener.zero.store import Formats, states_of
+from evener.zero.units import Group
 
 NUMEL = 1 << 12
 """Elements of the update that is measured: a multiple of what memory is rounded to."""
+SQUARE = torch.Size((1 << 6, 1 << 6))
+"""As a matrix: the shape whose products with itself are largest."""
 
 
 @torch.no_grad()
@@ -25,11 +28,12 @@ def scratch_of(rule: Rule, formats: Formats, cuda: bool) -> int:
         return 0
     # Groups have values of their own: what is off in the rule's may be on there.
     hyper = {k: 0.1 if type(v) is float and v == 0 else v for k, v in rule.values.items()}
+    group = Group("measured", 0, rule=rule)
     states, gradient = states_of(
-        True, formats, rule, lambda name, dtype: torch.zeros(NUMEL // stride(name), dtype=dtype)
+        group, formats, lambda name, dtype: torch.zeros(NUMEL // stride(name), dtype=dtype)
     )
     assert gradient is not None
     ledger = Ledger()
     with Meter(ledger):
-        rule.on_device(states, gradient, hyper, 2, 1.0)
+        rule.of_shape(SQUARE).on_device(states, gradient, hyper, 2, 1.0)
     return -(-ledger.peak // NUMEL)

@@ -4,7 +4,7 @@ Llama-shaped model, and an estimate of its activations."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from evener.errors import UsageError
 from evener.zero.host import pages
 from evener.zero.loss import SLAB
 from evener.zero.planner import HELD, Part
+from evener.zero.rules import Rule
 from evener.zero.units import Unit
 
 
-def parts_of(units: list[Unit]) -> list[Part]:
-    """One part a chunk."""
+def parts_of(units: list[Unit], scratch: Callable[[Rule], int] = lambda _: 0) -> list[Part]:
+    """One part a chunk. `scratch`: bytes of a rule's update per element, see `Part`."""
     return [
         Part(
             group.name,
@@ -29,6 +30,10 @@ def parts_of(units: list[Unit]) -> list[Part]:
             unit=number,
             align=group.align,
             vectors=sum(p.numel for p in group.pieces if len(p.shape) <= 1),
+            moments=len(group.rule.moments),
+            scratch=scratch(group.rule) if group.trainable else 0,
+            matrix=group.matrix,
+            flops=sum(group.rule.flops(p.shape) for p in group.pieces) if group.matrix else 0.0,
         )
         for number, unit in enumerate(units)
         for group in unit.groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,6 @@ from evener.zero.chunk import Chunk
 from evener.zero.device import Device
 from evener.zero.host import HostMemory, pages
 from evener.zero.ranks import Ranks
-from evener.zero.rules import Rule
 from evener.zero.ssd import Ssd, size_of
 from evener.zero.states import BLOCK, SCALE, States, stride
 from evener.zero.states import of as states_named
@@ -120,7 +119,6 @@ def size_on_host(numel: int, itemsize: int) -> int:
 def host_need(
     groups: Iterable[Group],
     formats: Formats,
-    rule: Rule,
     world: int,
     resident: set[str],
     away: set[str],
@@ -132,7 +130,7 @@ def host_need(
         if group.name in resident:
             continue
         share = share_of(group.numel, world, group.align)
-        places, there = rule.moments.values(), group.name in away
+        places, there = group.rule.moments.values(), group.name in away
         sizes = formats.of(group.align).pages(share, group.trainable, places, there)
         if owed is not None and group.trainable:
             sizes.append(size_on_host(share, owed.itemsize))
@@ -151,7 +149,6 @@ def build(
     model: nn.Module,
     units: list[Unit],
     formats: Formats,
-    rule: Rule,
     device: Device,
     *,
     resident: set[str],
@@ -174,9 +171,9 @@ def build(
     resident = resident | {g.name for g in units[0].groups if not g.kept}
     everything = [g for unit in units for g in unit.groups]
     owed = ranks.form.owed(formats.gradient) if ranks.replicas > 1 else None
-    need = host_need(everything, formats, rule, world, resident, away, owed)
+    need = host_need(everything, formats, world, resident, away, owed)
     host = HostMemory(need, pin=pin)
-    ssd = _ssd([g for g in everything if g.name in away], formats, rule, world, folder)
+    ssd = _ssd([g for g in everything if g.name in away], formats, world, folder)
     built: list[tuple[Unit, list[Chunk]]] = []
     index = 0
     places: dict[nn.Parameter, tuple[int, int]] = {}
@@ -186,7 +183,7 @@ def build(
         for cluster in unit.groups:
             stays = cluster.name in resident
             spilled = ssd if cluster.name in away and not stays else None
-            chunk = _chunk(cluster, index, formats, rule, device, host, stays, world, spilled, owed)
+            chunk = _chunk(cluster, index, formats, device, host, stays, world, spilled, owed)
             # With several ranks gathered once per step: what is here need not come again.
             chunk.keeps = number == 0 or stage <= 2 or (stays and (world == 1 or cluster.trainable))
             chunk.placeholder = placeholder
@@ -212,11 +209,11 @@ def build(
     return Store(built, formats, host, order, ssd)
 
 
-def _ssd(groups: list[Group], formats: Formats, rule: Rule, world: int, folder: str) -> Ssd | None:
+def _ssd(groups: list[Group], formats: Formats, world: int, folder: str) -> Ssd | None:
     size = widest = 0
     for group in groups:
         if group.trainable:
-            fields = formats.of(group.align).away(rule.moments.values())
+            fields = formats.of(group.align).away(group.rule.moments.values())
             dtypes = [dtype for _, dtype in fields]
             size += size_of(share_of(group.numel, world, group.align), dtypes)
             widest = max(widest, sum(dtype.itemsize for dtype in dtypes))
@@ -227,7 +224,6 @@ def _chunk(
     group: Group,
     index: int,
     formats: Formats,
-    rule: Rule,
     device: Device,
     host: HostMemory,
     resident: bool,
@@ -248,8 +244,8 @@ def _chunk(
 
     away = None
     if ssd is not None and group.trainable:
-        away = ssd.layout(formats.away(rule.moments.values()), share)
-    states, gradient = states_of(group.trainable, formats, rule, make, away.names if away else ())
+        away = ssd.layout(formats.away(group.rule.moments.values()), share)
+    states, gradient = states_of(group, formats, make, away.names if away else ())
     flat = torch.zeros(share * world, dtype=formats.compute, device=device.device)
     chunk = Chunk(index, group, states, gradient, flat, resident, False, flat[:1], away=away)
     if owed is not None and group.trainable:
@@ -258,15 +254,14 @@ def _chunk(
 
 
 def states_of(
-    trainable: bool,
+    group: Group,
     formats: Formats,
-    rule: Rule,
     make: Callable[[str, torch.dtype], torch.Tensor],
     without: Collection[str] = (),
 ) -> tuple[States, torch.Tensor | None]:
-    """A chunk's states and gradient, each made by `make` of its name and dtype, but for those in
-    `without`."""
-    wanted = formats.tensors(trainable, rule.moments.values()).items()
+    """The states and gradient of the chunk of `group`, each made by `make` of its name and dtype,
+    but for those in `without`."""
+    wanted = formats.tensors(group.trainable, group.rule.moments.values()).items()
     named = {name: make(name, dtype) for name, dtype in wanted if name not in without}
     gradient = named.pop("gradient", None)
     return states_named(named), gradient
@@ -327,8 +322,3 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                     "make the model in `with zero.empty_weights()`: its buffers are real then",
                 )
             module._buffers[name] = buffer.to(device)
-
-
-def group_numbers(groups: list[list[nn.Parameter]]) -> Mapping[nn.Parameter, int]:
-    """Optimizer group by parameter."""
-    return {parameter: number for number, group in enumerate(groups) for parameter in group}

@@ -9,13 +9,14 @@ while their unit does not run (`trace` finds those); their states may be on the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from evener.base.optimizers import BLOCK
+from evener.zero.rules import AdamW, Rule
 
 FROZEN = -1
 ALIGN = 8
@@ -53,6 +54,15 @@ class Group:
     align: int = ALIGN
     """What offsets are multiples of; `BLOCK` where moments have one byte, so that no block is of
     two parameters or ranks."""
+    rule: Rule = field(default_factory=AdamW)
+    """The optimizer of its parameters, where it is trainable."""
+
+    @property
+    def matrix(self) -> int:
+        """Elements of the largest parameter, where each is updated as a whole; else 0."""
+        if not (self.trainable and self.rule.whole):
+            return 0
+        return max(piece.numel for piece in self.pieces)
 
     @property
     def trainable(self) -> bool:
@@ -108,10 +118,12 @@ def cut(
     small: int = 0,
     stay: Set[str] = frozenset(),
     bytes: bool = False,
+    rule_of: Callable[[int], Rule] = lambda _: AdamW(),
 ) -> list[Unit]:
     """The units of `model`; the first is the one that stays. `groups`: optimizer group by
     parameter (default: all in group 0). `small`: units of at most this many elements stay. `stay`:
-    names of parameters that do. `bytes`: moments have one byte each (`_blocked`)."""
+    names of parameters that do. `bytes`: moments have one byte each (`_blocked`). `rule_of`: the
+    optimizer of a group."""
     group_of = groups or {}
     owners: dict[nn.Parameter, set[str]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -134,7 +146,7 @@ def cut(
         else:
             name = "(kept)" if kept else unit.name
             label = f"{name}/{'frozen' if number == FROZEN else number}"
-            chunk = Group(label, number, kept=kept)
+            chunk = Group(label, number, kept=kept, rule=rule_of(number))
             unit.groups.append(chunk)
         chunk.add(names[parameter], parameter)
 
@@ -165,12 +177,12 @@ def _blocked(units: list[Unit]) -> list[Unit]:
             if not group.trainable:
                 made.groups.append(group)
                 continue
-            large = Group(group.name, group.group, kept=group.kept, align=BLOCK)
+            large = replace(group, pieces=[], numel=0, align=BLOCK)
             for piece in group.pieces:
                 to = large
                 if piece.numel < LEAST:
                     name = f"(stays)/{group.group}/small"
-                    to = small.setdefault(group.group, Group(name, group.group))
+                    to = small.setdefault(group.group, Group(name, group.group, rule=group.rule))
                 to.add(piece.name, piece.parameter)
             if large.pieces:
                 made.groups.append(large)

@@ -11,7 +11,6 @@ from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device
 from evener.zero.lanes import Lanes, Update
 from evener.zero.ranks import Ranks
-from evener.zero.rules import Rule
 from evener.zero.spans import Spans
 from evener.zero.states import Noise, part
 
@@ -19,10 +18,8 @@ from evener.zero.states import Noise, part
 class Updates:
     """`seed`: of the stochastic rounding."""
 
-    def __init__(
-        self, rule: Rule, device: Device, ranks: Ranks, lanes: Lanes, spans: Spans, seed: int
-    ) -> None:
-        self._rule, self._device, self._ranks = rule, device, ranks
+    def __init__(self, device: Device, ranks: Ranks, lanes: Lanes, spans: Spans, seed: int) -> None:
+        self._device, self._ranks = device, ranks
         self._lanes, self._spans, self._seed = lanes, spans, seed
 
     def begin(
@@ -41,7 +38,7 @@ class Updates:
             runs = chunk.begin_step(places, self._ranks.rank)
             chunk.stale, chunk.loaded = True, False
             given = groups[chunk.group.group]
-            hyper = {name: given[name] for name in self._rule.values}
+            hyper = {name: _now(given[name]) for name in chunk.group.rule.values}
             if chunk.resident:
                 self._resident(chunk, hyper, scale, runs)
             else:
@@ -72,7 +69,7 @@ class Updates:
             chunk.saved.wait()
         with self._spans.device("optimizer", "compute", chunk.group.name):
             for run in runs:
-                self._rule.on_device(
+                chunk.group.rule.of_shape(run.shape).on_device(
                     part(chunk.states, run.begin, run.end),
                     chunk.gradient[run.begin : run.end],
                     hyper,
@@ -84,3 +81,9 @@ class Updates:
             chunk.stale, chunk.loaded = False, True
         else:
             self._device.wait("h2d", self._device.record("compute"))
+
+
+def _now(value: Any) -> Any:
+    """A hyperparameter as it is now: schedulers write into a rate that is a tensor, while the lanes
+    are at work."""
+    return value.item() if isinstance(value, torch.Tensor) else value

@@ -74,6 +74,13 @@ _DEFAULT = click.core.ParameterSource.DEFAULT
     "--moments", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16", "int8"])
 )
 @click.option(
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    type=click.Choice(["adamw", "muon"]),
+    help="muon: torch.optim.Muon has the matrices of the blocks, and AdamW the rest.",
+)
+@click.option(
     "--master/--no-master",
     default=True,
     help="Whether BF16 weights have an exact copy; without, they are rounded stochastically.",

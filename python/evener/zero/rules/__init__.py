@@ -15,20 +15,21 @@ from evener.errors import UsageError
 from evener.zero.rules.adam import Adam, AdamW
 from evener.zero.rules.base import Rule
 from evener.zero.rules.lion import Lion
+from evener.zero.rules.muon import Muon
 from evener.zero.rules.sgd import SGD
 
-__all__ = ["RULES", "SGD", "Adam", "AdamW", "Lion", "Rule", "configured", "named", "of"]
+__all__ = ["RULES", "SGD", "Adam", "AdamW", "Lion", "Muon", "Rule", "configured", "named", "of"]
 
 RULES: tuple[type[Rule], ...] = (AdamW, Adam, SGD, Lion)
 WHOLE = {
     "adafactor": "has one number for each row and column of a parameter",
     "lamb": "scales a step by the norm of the whole parameter",
     "lars": "scales a step by the norm of the whole parameter",
-    "muon": "makes the whole matrix orthogonal",
     "shampoo": "multiplies by matrices of the whole parameter",
 }
 """Optimizers that are not elementwise, and why: what they do needs a parameter as a whole, and here
-it is updated in slices, on several ranks and by two lanes, none of which sees the others."""
+it is updated in slices, on several ranks and by two lanes, none of which sees the others. Muon is
+the one that was worth lanes of whole matrices."""
 
 
 def named(name: str, **given: Any) -> Rule:
@@ -46,6 +47,8 @@ def of(optimizer: torch.optim.Optimizer) -> Rule:
     Raises UsageError where there is none, and where it does something that ours does not.
     """
     kind = type(optimizer).__name__
+    if type(optimizer) is getattr(torch.optim, "Muon", None):  # torch has it from 2.9 on
+        return Muon(**Muon.read(kind, optimizer.defaults))
     for rule in RULES:
         if rule.title == kind and _known(type(optimizer)):
             if getattr(optimizer, "decoupled_wd", False):  # no default of lion_pytorch's
@@ -85,6 +88,11 @@ def configured(kind: str, params: Mapping[str, Any]) -> Rule:
 
 
 def _refuse_whole(kind: str) -> None:
+    if kind.lower() == "muon":
+        raise UsageError(
+            f"optimizer {kind} is taken as torch.optim.Muon alone, and from the program alone",
+            "give initialize(optimizer=[torch.optim.Muon(matrices), torch.optim.AdamW(others)])",
+        )
     if why := WHOLE.get(kind.lower()):
         raise UsageError(
             f"optimizer {kind} {why}, and parameters are updated in slices here",

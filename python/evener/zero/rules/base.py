@@ -1,8 +1,10 @@
 """What an optimizer is to the engine: a `Rule`.
 
 A rule is elementwise: the new weight of an element depends on that element's weight, gradient and
-moments alone. So a step may be cut into slices anywhere, and the slices may be updated anywhere. A
-rule must give its `formula` in torch operations; that is enough to train. It may give faster forms:
+moments alone. So a step may be cut into slices anywhere, and the slices may be updated anywhere.
+The exception is a rule that is `whole`: it takes matrices one by one, each as a whole and on the
+accelerator. A rule must give its `formula` in torch operations; that is enough to train. It may
+give faster forms:
 
 - `on_host`: a fused kernel of `crates/kernels` (else the formula, on the cores);
 - `on_device`: a Triton kernel (else the formula, on the GPU).
@@ -45,6 +47,8 @@ class Rule(ABC):
     """The optimizer's state may lack the moments: some hyper-parameters need none."""
     kernel: ClassVar[bool] = False
     """Whether `on_device` is one kernel on a GPU, which takes no memory beside the states."""
+    whole: ClassVar[bool] = False
+    """A matrix is updated as a whole, after `of_shape` has said what its shape is."""
     only: ClassVar[Mapping[str, Any]] = {}
     """Options of the title's class that change the arithmetic: the one value that is the same."""
 
@@ -80,6 +84,14 @@ class Rule(ABC):
             for key, value in params.items()
             if value != "auto"
         }
+
+    def of_shape(self, shape: torch.Size | None) -> Rule:
+        """The rule for a parameter of this shape. None: what is updated is of several."""
+        return self
+
+    def flops(self, shape: torch.Size) -> float:
+        """Operations of matrix products in an update of a parameter."""
+        return 0.0
 
     @abstractmethod
     def formula(

@@ -1,0 +1,120 @@
+"""The groups of parameters that a program gives, and the optimizer of each.
+
+A program's groups are those of its optimizer, or of several optimizers one after the other, as
+Muon for matrices and AdamW for the rest. Which rule updates a chunk is a property of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from evener.errors import UsageError
+from evener.zero import rules
+from evener.zero.config import Config
+from evener.zero.units import blocks
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""What a program gives: one, or several that step together."""
+
+
+def listed(given: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """All that were given. Raises UsageError for what cannot step together."""
+    if given is None or isinstance(given, torch.optim.Optimizer):
+        return [] if given is None else [given]
+    found = list(given)
+    if not found:
+        raise UsageError("optimizer = [] has no optimizer", "give one, or leave it out")
+    owners: dict[nn.Parameter, str] = {}
+    for optimizer in found:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"optimizer = [...] has {optimizer!r}", "give optimizers of torch, made on groups"
+            )
+        kind = type(optimizer).__name__
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter in owners:
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in two of the optimizers, "
+                    f"{owners[parameter]} and {kind}",
+                    "give each parameter to one",
+                )
+            owners[parameter] = kind
+    named = {"param_names" in group for one in found for group in one.param_groups}
+    if len(named) > 1:
+        raise UsageError(
+            "some of the optimizers were given names of parameters and some were not",
+            "give named_parameters() to all of them or to none",
+        )
+    return found
+
+
+def with_rules(config: Config, optimizers: Sequence[torch.optim.Optimizer], ranks: int) -> None:
+    """Write down the rules of these optimizers. Raises UsageError for what they cannot be with."""
+    if optimizers:
+        config.rule = rules.of(optimizers[0])
+    if len(optimizers) > 1:
+        config.rules = [rules.of(one) for one in optimizers for _ in one.param_groups]
+    refuse(config, ranks)
+    if len(optimizers) > 1 and ranks > 1:
+        raise UsageError(
+            f"{len(optimizers)} optimizers on {ranks} ranks: they step together on one alone",
+            "give one optimizer with several groups, or train with one rank",
+        )
+
+
+def rule_of(config: Config) -> Callable[[int], rules.Rule]:
+    """What gives the rule of a group by its number."""
+    known = dict(enumerate(config.rules))
+    return lambda number: known.get(number, config.rule)
+
+
+def refuse(config: Config, ranks: int) -> None:
+    """Raise UsageError where matrices that are updated as a whole would not be whole."""
+    for rule in (config.rule, *config.rules):
+        if rule.whole and ranks > 1:
+            raise UsageError(
+                f"{rule.title} on {ranks} ranks: each has a part of every matrix, and its step "
+                "needs whole ones",
+                "train with one rank, or give these matrices to AdamW",
+            )
+        if rule.whole and config.moments == torch.int8:
+            raise UsageError(
+                f'evener.moments = "int8" with {rule.title}: its momentum has no form of one byte',
+                'use "bf16" or "fp32"',
+            )
+
+
+def of(
+    model: nn.Module,
+    parameters: Iterable[Any] | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> list[dict[str, Any]]:
+    """All groups, in order."""
+    if optimizers:
+        # The same dicts: a scheduler that was made on the given optimizer goes on writing here.
+        return [group for optimizer in optimizers for group in optimizer.param_groups]
+    given: list[Any] = list(parameters if parameters is not None else model.parameters())
+    if not given or not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        members = group["params"]
+        members = [members] if isinstance(members, nn.Parameter) else list(members)
+        groups.append({**group, "params": [p for p in members if p.requires_grad]})
+    return groups
+
+
+def numbers(groups: Sequence[Mapping[str, Any]]) -> Mapping[nn.Parameter, int]:
+    """The number of each parameter's group."""
+    return {
+        parameter: number for number, group in enumerate(groups) for parameter in group["params"]
+    }
+
+
+def hidden(model: nn.Module) -> Mapping[nn.Parameter, int]:
+    """1 for the matrices of a model's blocks, which is what Muon is for; the rest is group 0."""
+    return {p: 1 for block in blocks(model) for p in block.parameters() if p.dim() == 2}
