@@ -24,6 +24,7 @@ from torch.amp.grad_scaler import GradScaler
 from evener.base import settings, torch_names
 from evener.comm import guard
 from evener.comm.ahead import Ahead, Lane, MirroredGather
+from evener.comm.codecs import trial
 from evener.comm.groups import Communicators
 from evener.comm.loads import LoadHook
 from evener.comm.mirrors import Mirror, Spread, Traffic
@@ -75,6 +76,8 @@ class Sharded:
         self._undo: list[Callable[[], None]] = []
         group = units[0][1].mesh_info.shard_process_group
         _require_agreement(group, (mode, floor, mirror, len(units)))
+        if mirror != "off" and not _all_agree(trial.differences_are_right(device), device, group):
+            mirror = "off"
         # All that can be refused is refused before anything changes.
         modules = [_module_of(unit.name, found) for unit, found in units]
         for _, found in units:
@@ -344,9 +347,7 @@ def _require_memory(size: int, kept: int, mirror: str, device: torch.device, gro
         free, _ = torch.cuda.mem_get_info(device)
         if on_gpu > free * _MOST:
             what, allowed, wanted = f"free on {device}", free * _MOST, on_gpu
-    fits = torch.tensor(float(wanted <= allowed), device=device)
-    dist.all_reduce(fits, dist.ReduceOp.MIN, group=group)
-    if not fits.item():
+    if not _all_agree(wanted <= allowed, device, group):
         raise UsageError(
             f"a copy of the gathered weights takes {_bytes(size)}, what INT4 has not sent yet "
             f"{_bytes(kept)}, and on at least one rank that does not fit (here {_bytes(allowed)} "
@@ -365,6 +366,12 @@ def _host_free() -> int:
 
 def _bytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def _all_agree(mine: bool, device: torch.device, group: Any) -> bool:
+    found = torch.tensor(float(mine), device=device)
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+    return bool(found.item())
 
 
 def _require_agreement(group: Any, chosen: tuple[Any, ...]) -> None:
