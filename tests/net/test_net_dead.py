@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 each_engine = pytest.mark.parametrize("engine", ["tcp", "udp", "xdp"])
-DEAD = 5.0  # seconds
+DEAD = 3.0  # seconds
 TWO_PATHS = "2x1@100mbit,paths=2,queue=20ms"
 
 

@@ -4,7 +4,7 @@
 //! when it is there, it posts nothing more and says how many messages the furthest of its comms has posted.
 //! Rank 1 takes the greater of this and its own number, and answers with it: all comms go on to it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::DriveError;
@@ -30,7 +30,7 @@ pub(crate) enum Until<'a> {
 
 impl<'a> Until<'a> {
     /// Until `file` is there.
-    pub fn file(rank: u32, file: &'a PathBuf, control: &'a mut Control) -> Until<'a> {
+    pub fn file(rank: u32, file: &'a Path, control: &'a mut Control) -> Until<'a> {
         Until::Open {
             control,
             file: (rank == 0).then_some(file),
