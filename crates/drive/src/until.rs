@@ -1,4 +1,4 @@
-//! When a run is over: after so many messages, or when a file is there, for what has to outlast an event.
+//! When a run is over: after this many messages, or when a file is there, for what has to outlast an event.
 //!
 //! Both sides must then agree on a number of messages while they exchange them. Rank 0 looks for the file;
 //! when it is there, it posts nothing more and says how many messages the furthest of its comms has posted.

@@ -137,16 +137,19 @@ impl Sockets {
 
     /// This host has other NICs, or other addresses of them.
     pub(super) fn have(&mut self, nics: &[Nic], shared: &Shared) {
-        self.nics.clear();
-        for nic in nics {
-            let bytes = mtu(nic);
-            if bytes >= self.carry {
-                self.nics.push(nic.clone());
-                continue;
-            }
+        let fits = |nic: &&Nic| mtu(nic) >= self.carry;
+        let (used, small): (Vec<_>, Vec<_>) = nics.iter().partition(fits);
+        // Where there is no other, packets become smaller once many have vanished.
+        let (used, small) = match used.is_empty() {
+            true => (small, used),
+            false => (used, small),
+        };
+        self.nics = used.into_iter().cloned().collect();
+        for nic in small {
             let text = format!(
-                "{nic} carries {bytes} bytes in a packet and others {}: it is not used for the UDP \
-                 connection with {}. fix: give it the MTU of the others before it gets its address",
+                "{nic} carries {} bytes in a packet and others {}: it is not used for the UDP connection \
+                 with {}. fix: give it the MTU of the others before it gets its address",
+                mtu(nic),
                 self.carry,
                 self.peer.name()
             );

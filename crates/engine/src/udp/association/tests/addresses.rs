@@ -96,6 +96,10 @@ fn a_card_whose_packets_are_too_small_is_not_used() {
     all.push(nic("evener-none", 7, [127, 0, 0, 2].into()));
     room.sockets.have(&all, &room.shared);
     assert_eq!(room.bound(2), [Some(1), Some(1)]);
+    // Alone it is better than none.
+    room.sockets.have(&all[1..], &room.shared);
+    room.open(2);
+    assert_eq!(room.bound(2), [Some(2), Some(2)]);
 }
 
 #[test]
