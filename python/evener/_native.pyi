@@ -46,6 +46,7 @@ def net_bench(
     sizes: list[int],
     seconds: float,
     verify: bool,
+    until: str,
 ) -> list[tuple[int, int, float, float, float, float, float, float | None]]: ...
 
 _Tensor = tuple[str, int]

@@ -3,8 +3,8 @@
 //!
 //! The two agree over a control connection that is open before and after each run and silent
 //! within. *Steady*: first the round trip of one message at a time, then as many messages as the
-//! run takes about the time asked for, which the first rank decides from a short trial. *Ring*: as
-//! many all-reduces ([`ring`](crate::ring)) as fit into that time, each timed by itself.
+//! run takes about the time asked for, which the first rank decides from a short trial, or as many as
+//! fit in before a file is there ([`until`](crate::until)). *Ring*: as many all-reduces ([`ring`](crate::ring)) as fit into that time, each timed by itself.
 
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
@@ -14,6 +14,7 @@ use crate::net::Net;
 use crate::ring;
 use crate::scenario::{Control, Memory};
 pub use crate::scenario::{Pattern, Scenario};
+use crate::until::Until;
 use crate::watch::{LIMIT, Watch};
 
 /// What was measured with one size.
@@ -112,7 +113,7 @@ fn steady(
     // Queues and token buckets take the first messages at once: the trial must outlast them.
     let mut count = scenario.depth * 2;
     let each = loop {
-        let (took, ..) = measure(scenario, net, memory, size, count)?;
+        let (took, ..) = measure(scenario, net, memory, size, &mut Until::Count(count))?;
         let enough = if scenario.rank == 0 {
             let enough = u64::from(took >= (scenario.seconds / 4.0).min(0.5));
             control.say(enough)?;
@@ -136,10 +137,14 @@ fn steady(
     control.meet()?;
     phase("both begin");
     let before = cpu_seconds();
-    let (seconds, stall, fairness) = measure(scenario, net, memory, size, messages as usize)?;
+    let mut until = match &scenario.until {
+        None => Until::Count(messages as usize),
+        Some(file) => Until::file(scenario.rank, file, control),
+    };
+    let (seconds, stall, fairness) = measure(scenario, net, memory, size, &mut until)?;
+    let messages = until.most() * scenario.comms;
     let cpu = cpu_seconds() - before;
     control.meet()?;
-    let messages = messages as usize * scenario.comms;
     Ok(Run {
         size,
         messages,
@@ -223,36 +228,41 @@ struct Progress {
     done: usize,
 }
 
-/// `count` messages on each comm in both directions: seconds, the longest time without one, and how
-/// evenly what arrived was shared when the first comm had all of its own.
+/// Messages on each comm in both directions: seconds, the longest time without one, and how evenly what
+/// arrived was shared when the first comm had all of its own.
 fn measure(
     scenario: &Scenario,
     net: &mut Net,
     memory: &mut Memory,
     size: usize,
-    count: usize,
+    until: &mut Until<'_>,
 ) -> Result<(f64, f64, f64), DriveError> {
     memory.turn();
     let mut sides: Vec<[Progress; 2]> = Vec::new();
     sides.resize_with(scenario.comms, Default::default);
     let began = Instant::now();
     let mut watch = Watch::new(began);
-    let mut left = scenario.comms * 2 * count;
+    let mut finished = 0;
     let mut shared = None;
-    while left > 0 {
-        let mut moved = false;
+    while until
+        .count()
+        .is_none_or(|count| finished < scenario.comms * 2 * count)
+    {
+        let (most, mut moved) = (until.most(), false);
         for (comm, pair) in sides.iter_mut().enumerate() {
             for (sending, side) in [false, true].into_iter().zip(pair.iter_mut()) {
-                let done = step(scenario, net, memory, comm, sending, side, size, count)?;
-                left -= done;
+                let done = step(scenario, net, memory, comm, sending, side, size, most)?;
+                finished += done;
                 moved |= done > 0;
             }
         }
         let now = Instant::now();
-        if shared.is_none() && sides.iter().any(|[receive, _]| receive.done == count) {
+        if shared.is_none() && sides.iter().any(|[receive, _]| receive.done == most) {
             let had: Vec<f64> = sides.iter().map(|[one, _]| one.done as f64).collect();
             shared = Some(fairness(&had));
         }
+        let posted = || sides.iter().flatten().map(|side| side.posted).max();
+        until.look(now, || posted().unwrap_or(0))?;
         watch.turn(now, moved)?;
     }
     let seconds = began.elapsed().as_secs_f64();

@@ -10,6 +10,7 @@ mod ring;
 mod scenario;
 mod stream;
 mod team;
+mod until;
 mod watch;
 
 use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};

@@ -42,6 +42,9 @@ pub struct Scenario {
     pub seconds: f64,
     /// Whether what arrives is compared with what was sent.
     pub verify: bool,
+    /// A steady run lasts until this file is there, which rank 0 looks for. `seconds` is then that of the
+    /// measurements before it.
+    pub until: Option<PathBuf>,
 }
 
 pub(crate) struct Control(pub TcpStream);
@@ -55,6 +58,19 @@ impl Control {
         let mut bytes = [0; 8];
         self.0.read_exact(&mut bytes)?;
         Ok(u64::from_le_bytes(bytes))
+    }
+
+    /// What the peer has said, if it has said something.
+    pub fn heard(&mut self) -> std::io::Result<Option<u64>> {
+        self.0.set_nonblocking(true)?;
+        let there = self.0.peek(&mut [0; 8]);
+        self.0.set_nonblocking(false)?;
+        match there {
+            Ok(1..8) => Ok(None),
+            Ok(_) => self.hear().map(Some),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     pub fn meet(&mut self) -> std::io::Result<()> {

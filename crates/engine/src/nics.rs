@@ -75,6 +75,17 @@ impl Nics {
         Nics { list, edition: 0 }
     }
 
+    /// Those of a later time.
+    #[cfg(test)]
+    pub fn of_edition(list: Vec<Nic>, edition: u32) -> Nics {
+        Nics { list, edition }
+    }
+
+    /// How often the list has changed.
+    pub fn edition(&self) -> u32 {
+        self.edition
+    }
+
     /// What peers are told.
     pub fn addresses(&self) -> Addresses {
         Addresses {

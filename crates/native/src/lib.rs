@@ -87,7 +87,7 @@ fn topk_with_feedback(
 /// One side of a network measurement; see `evener_drive::bench`. For each size the fields of its
 /// `Run`: (bytes, messages, seconds, bytes per second, microseconds, processor seconds, longest stall
 /// in seconds, fairness). `pattern`: "steady" or "ring". An empty `plugin` measures plain TCP
-/// streams, `streams` a comm.
+/// streams, `streams` a comm. With `until` a steady run lasts until this file is there.
 #[pyfunction]
 #[allow(
     clippy::too_many_arguments,
@@ -106,6 +106,7 @@ fn net_bench(
     sizes: Vec<usize>,
     seconds: f64,
     verify: bool,
+    until: String,
 ) -> PyResult<Vec<(usize, usize, f64, f64, f64, f64, f64, Option<f64>)>> {
     let scenario = Scenario {
         rank,
@@ -127,6 +128,7 @@ fn net_bench(
         sizes,
         seconds,
         verify,
+        until: (!until.is_empty()).then(|| until.into()),
     };
     let runs = py
         .detach(|| bench::run(&scenario))

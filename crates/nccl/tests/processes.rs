@@ -6,15 +6,23 @@
 mod common;
 
 use std::net::TcpListener;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use evener_drive::bench::{Pattern, Run, Scenario, run};
 
 const ROLE: &str = "EVENER_TEST_ROLE";
 const PATTERN: &str = "EVENER_TEST_PATTERN";
+const UNTIL: &str = "EVENER_TEST_UNTIL";
 
-fn scenario(rank: u32, control: String, pattern: Pattern) -> Scenario {
+/// What is exchanged, and, if not for its time, until when.
+#[derive(Clone)]
+struct What(Pattern, Option<PathBuf>);
+
+fn scenario(rank: u32, control: String, what: What) -> Scenario {
+    let What(pattern, until) = what;
     Scenario {
         rank,
         control,
@@ -30,6 +38,7 @@ fn scenario(rank: u32, control: String, pattern: Pattern) -> Scenario {
         },
         seconds: 0.1,
         verify: true,
+        until,
     }
 }
 
@@ -40,7 +49,8 @@ fn other_process() {
         common::environment();
         let ring = std::env::var_os(PATTERN).is_some();
         let pattern = if ring { Pattern::Ring } else { Pattern::Steady };
-        run(&scenario(1, control, pattern)).unwrap();
+        let until = std::env::var_os(UNTIL).map(PathBuf::from);
+        run(&scenario(1, control, What(pattern, until))).unwrap();
     }
 }
 
@@ -54,12 +64,12 @@ impl Drop for Ended {
 }
 
 /// What both processes measured, by the first one.
-fn measure(pattern: Pattern) -> Option<Vec<Run>> {
+fn measure(what: What) -> Option<Vec<Run>> {
     common::environment();
     if !common::past_kernel() {
         let control = free("127.0.0.1");
-        let mut other = start_other(&control, pattern);
-        let runs = run(&scenario(0, control, pattern)).unwrap();
+        let mut other = start_other(&control, &what);
+        let runs = run(&scenario(0, control, what)).unwrap();
         assert!(other.0.wait().unwrap().success());
         return Some(runs);
     }
@@ -69,9 +79,9 @@ fn measure(pattern: Pattern) -> Option<Vec<Run>> {
     // A program is in the namespace of the thread that starts it.
     let (a, b) = common::namespaces()?;
     let control = a.run(|| free(&common::nodes::A.to_string()));
-    let to = control.clone();
-    let mut other = b.run(move || start_other(&to, pattern));
-    let runs = a.run(move || run(&scenario(0, control, pattern)).unwrap());
+    let (to, same) = (control.clone(), what.clone());
+    let mut other = b.run(move || start_other(&to, &same));
+    let runs = a.run(move || run(&scenario(0, control, what)).unwrap());
     assert!(other.0.wait().unwrap().success());
     Some(runs)
 }
@@ -82,21 +92,24 @@ fn free(host: &str) -> String {
     free.local_addr().unwrap().to_string()
 }
 
-fn start_other(control: &str, pattern: Pattern) -> Ended {
+fn start_other(control: &str, what: &What) -> Ended {
     let mut other = Command::new(std::env::current_exe().unwrap());
     other
         .args(["--exact", "other_process", "--nocapture"])
         .env(ROLE, control)
         .stdout(Stdio::null());
-    if pattern == Pattern::Ring {
+    if what.0 == Pattern::Ring {
         other.env(PATTERN, "ring");
+    }
+    if let Some(until) = &what.1 {
+        other.env(UNTIL, until);
     }
     Ended(other.spawn().unwrap())
 }
 
 #[test]
 fn two_processes_exchange_what_was_sent() {
-    let Some(runs) = measure(Pattern::Steady) else {
+    let Some(runs) = measure(What(Pattern::Steady, None)) else {
         return;
     };
     assert_eq!(runs.len(), 4);
@@ -107,8 +120,28 @@ fn two_processes_exchange_what_was_sent() {
 }
 
 #[test]
+fn a_run_lasts_until_a_file_is_there() {
+    const LASTS: Duration = Duration::from_secs(2);
+    let file = std::env::temp_dir().join(format!("evener-until-{}", std::process::id()));
+    let (made, began) = (file.clone(), Instant::now());
+    let told = std::thread::spawn(move || {
+        std::thread::sleep(LASTS);
+        std::fs::write(&made, "").unwrap();
+    });
+    let runs = measure(What(Pattern::Steady, Some(file.clone())));
+    told.join().unwrap();
+    std::fs::remove_file(&file).unwrap();
+    let Some(runs) = runs else {
+        return;
+    };
+    // Its sizes alone would take less than a second.
+    assert!(began.elapsed() >= LASTS);
+    assert!(runs.iter().all(|one| one.messages > 0));
+}
+
+#[test]
 fn a_ring_of_two_processes_carries_what_was_sent() {
-    let Some(runs) = measure(Pattern::Ring) else {
+    let Some(runs) = measure(What(Pattern::Ring, None)) else {
         return;
     };
     assert_eq!(runs.len(), 3);

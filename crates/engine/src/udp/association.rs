@@ -28,9 +28,12 @@ use rustc_hash::FxHashMap;
 
 use super::batch::Batch;
 use super::ports::LARGEST;
-use super::signals::{self, SIGNAL, Signal, Signals, WINDOW};
+use super::signals::{self, SIGNAL, Signal, Signals, Told, WINDOW};
+use crate::addresses::Addresses;
 use crate::link::{OVERSIZE, REMOTE};
+use crate::lock::lock;
 use crate::log::Level;
+use crate::nics::Nics;
 use crate::packets::Counted;
 use crate::peer::Peer;
 use crate::requests::{ACCEPTED, DECLINED, Requests};
@@ -92,6 +95,10 @@ pub struct Association {
     channels: FxHashMap<u64, u32>,
     next_channel: u32,
     signals: Signals,
+    /// The edition of this host's addresses that the peer knows.
+    edition: u32,
+    /// What the peer says of its own.
+    told: Told,
     effects: Vec<Effect>,
     counted: Counted,
     /// Where what happens is noted.
@@ -116,16 +123,16 @@ fn memory(end: Option<&End>, message: u64, offset: u64, length: usize) -> Option
 
 impl Association {
     /// Around a new connection: the initiator's random number, and whether this side has opened it.
-    /// With a `ring` it is traced.
+    /// It goes over `nics`. With a `ring` it is traced.
     pub fn new(
         peer: Arc<Peer>,
         (random, mut connection, initiates): (u64, Box<Connection>, bool),
-        remotes: Vec<SocketAddr>,
+        (nics, remotes): (&Nics, Vec<SocketAddr>),
         ring: Option<Ring>,
         now: Duration,
     ) -> Association {
         peer.connections.fetch_add(1, Ordering::Relaxed);
-        let sockets = Sockets::new(peer.clone(), initiates, remotes);
+        let sockets = Sockets::new(peer.clone(), initiates, nics, remotes);
         if ring.is_some() {
             connection.trace();
         }
@@ -139,6 +146,9 @@ impl Association {
             channels: FxHashMap::default(),
             next_channel: signals::CHANNEL + 1,
             signals: Signals::default(),
+            // Who was dialled has been so by a handle, which may be old. Who dials is seen.
+            edition: if initiates { nics.edition() } else { 0 },
+            told: Told::default(),
             effects: Vec::new(),
             counted: Counted::default(),
             ring,
@@ -233,6 +243,32 @@ impl Association {
     /// Closes the socket of a path ([`Sockets::cut`]).
     pub fn cut(&mut self, path: PathId, why: &str, shared: &Shared) {
         self.sockets.cut(path, why, shared);
+    }
+
+    /// Uses these NICs from now on, and tells the peer, where they are others than before.
+    pub fn have(&mut self, nics: &Nics, shared: &Shared, now: Duration) {
+        if nics.edition() == self.edition {
+            return;
+        }
+        self.edition = nics.edition();
+        self.deal(now, |sockets| sockets.have(nics, shared));
+        let Addresses { edition, list } = nics.addresses();
+        for (place, address) in list.iter().enumerate() {
+            self.say(Signal::Address {
+                edition,
+                place: (place as u8, list.len() as u8),
+                address: *address,
+            });
+        }
+    }
+
+    /// Changes the ways of paths.
+    fn deal(&mut self, now: Duration, change: impl FnOnce(&mut Sockets)) {
+        let before = self.sockets.ways();
+        change(&mut self.sockets);
+        let ways = before.zip(self.sockets.ways()).zip(0..=u8::MAX);
+        let others = ways.filter(|((before, after), _)| before != after);
+        self.connection.renewed(others.map(|(_, path)| path), now);
     }
 
     // ---- comms ----
@@ -430,7 +466,7 @@ impl Association {
                         self.connection.post(channel, SIGNAL as u64);
                     }
                     while let Some(signal) = self.signals.hear() {
-                        self.obey(signal, shared);
+                        self.obey(signal, shared, now);
                     }
                 } else if let Some(end) = self.ends.get(&channel)
                     && let Some(memory) = end.requests.slots.memory(message)
@@ -474,7 +510,7 @@ impl Association {
         }
     }
 
-    fn obey(&mut self, signal: Signal, shared: &Shared) {
+    fn obey(&mut self, signal: Signal, shared: &Shared, now: Duration) {
         match signal {
             Signal::Open {
                 channel,
@@ -496,6 +532,19 @@ impl Association {
                 // An offer that nobody has taken yet.
                 if !self.ends.contains_key(&channel) {
                     self.channels.retain(|_, of| *of != channel);
+                }
+            }
+            Signal::Address {
+                edition,
+                place,
+                address,
+            } => {
+                if let Some(said) = self.told.hear(edition, place, address) {
+                    let (name, count) = (self.peer.name(), said.list.len());
+                    shared.log(Level::Debug, &format!("{name} has {count} address(es)"));
+                    self.deal(now, |sockets| sockets.peer_has(&said.list, shared));
+                    // For the next connection.
+                    lock(&self.peer.addresses).learn(&said);
                 }
             }
         }

@@ -49,8 +49,8 @@ struct Number {
 }
 
 struct One {
-    /// The kernel's number of the interface.
-    interface: u32,
+    /// The kernel's number of the interface, and the address that it had.
+    interface: (u32, IpAddr),
     port: evener_xdp::Port,
     card: Card,
 }
@@ -130,7 +130,7 @@ impl Cards {
                     shared.log(Level::Info, &format!("xdp: {}", card.summary()));
                     // There is one queue, so one port.
                     all.extend(ports.pop().map(|port| One {
-                        interface: nic.index,
+                        interface: (nic.index, nic.address),
                         port,
                         card,
                     }));
@@ -167,9 +167,10 @@ impl Cards {
         self.all.iter().map(|one| one.port.fd())
     }
 
-    /// The place of the card of this interface.
-    pub fn of(&self, interface: u32) -> Option<usize> {
-        self.all.iter().position(|one| one.interface == interface)
+    /// The place of the card of this interface. One that came later, or has another address, has none.
+    pub fn of(&self, nic: &Nic) -> Option<usize> {
+        let of = (nic.index, nic.address);
+        self.all.iter().position(|one| one.interface == of)
     }
 
     /// A socket with a number of the range; `None`: all are in use.

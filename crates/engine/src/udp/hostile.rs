@@ -15,6 +15,7 @@ use evener_proto::packet::{Accepted, Arrival, Config, Connection, JobKey, Own, a
 use super::association::Association;
 use super::ports::Came;
 use crate::link::Link;
+use crate::nics::Nics;
 use crate::peer::{Peer, PeerKey, Transport};
 use crate::requests::Requests;
 use crate::shared::Shared;
@@ -105,7 +106,7 @@ fn talk(data: &[u8]) -> Option<Vec<u8>> {
     let now = Duration::ZERO;
     let from = "127.0.0.1:9".parse().ok()?;
     let end = (own(1).random, victim, false);
-    let mut victim = Association::new(peer(), end, vec![from], None, now);
+    let mut victim = Association::new(peer(), end, (&Nics::default(), vec![from]), None, now);
     let shared = Shared::for_tests();
     let mut memory = vec![FENCE_BYTE; FENCE + 3 * ROOM + FENCE];
     let requests = Requests::new(COMM, Side::Receive);

@@ -417,7 +417,8 @@ impl Instance {
         let now = self.now();
         let ring = self.ring.clone();
         let end = (random, connection, initiates);
-        let one = Association::new(peer.clone(), end, remotes, ring, now);
+        let nics = self.shared.nics();
+        let one = Association::new(peer.clone(), end, (&nics, remotes), ring, now);
         match self.associations.iter().position(Option::is_none) {
             Some(place) => {
                 self.associations[place] = Some(one);
@@ -537,10 +538,12 @@ impl Instance {
     fn sweep(&mut self, now: Duration) {
         let shared = &*self.shared;
         let counts = &shared.instances[self.index].counts;
+        let nics = shared.nics();
         for place in &mut self.associations {
             let Some(one) = place else {
                 continue;
             };
+            one.have(&nics, shared, now);
             one.measure(shared);
             one.fail_with_others(shared);
             if one.is_idle() && one.initiates() && now >= one.idle + IDLE {

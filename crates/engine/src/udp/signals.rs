@@ -3,12 +3,21 @@
 //!
 //! | bytes | what |
 //! |---|---|
-//! | 0 | 1 open, 2 opened, 3 declined, 4 closed |
-//! | 4..8 | channel: the initiator chooses it |
+//! | 0 | 1 open, 2 opened, 3 declined, 4 closed, 5 an address |
+//! | 1 | address: 4 or 6, of IPv4 or IPv6 |
+//! | 2, 3 | address: its place in the list of all, and how many they are |
+//! | 4..8 | channel: the initiator chooses it; of an address the list's edition |
 //! | 8..16 | open: the comm, by the sending process' number |
 //! | 16..24 | open: the listener |
+//! | 8..24 | address |
+//!
+//! An end whose list of addresses has changed says all of it, from its first place to its last. A peer
+//! that does not know a signal passes it over.
 
 use std::collections::{HashMap, VecDeque};
+use std::net::IpAddr;
+
+use crate::addresses::{Addresses, MOST};
 
 /// Bytes of a signal.
 pub const SIGNAL: usize = 24;
@@ -35,25 +44,54 @@ pub enum Signal {
     Declined(u32),
     /// An end has closed it.
     Closed(u32),
+    /// One of the addresses that an end has from now on.
+    Address {
+        /// Of the list.
+        edition: u32,
+        /// Its place in the list, and how many there are.
+        place: (u8, u8),
+        /// The address.
+        address: IpAddr,
+    },
 }
 
 impl Signal {
     fn emit(self) -> [u8; SIGNAL] {
         let mut bytes = [0; SIGNAL];
-        let (kind, channel, comm, listener) = match self {
+        let (kind, word) = match self {
             Signal::Open {
                 channel,
                 comm,
                 listener,
-            } => (1, channel, comm, listener),
-            Signal::Opened(channel) => (2, channel, 0, 0),
-            Signal::Declined(channel) => (3, channel, 0, 0),
-            Signal::Closed(channel) => (4, channel, 0, 0),
+            } => {
+                bytes[8..16].copy_from_slice(&comm.to_le_bytes());
+                bytes[16..24].copy_from_slice(&listener.to_le_bytes());
+                (1, channel)
+            }
+            Signal::Opened(channel) => (2, channel),
+            Signal::Declined(channel) => (3, channel),
+            Signal::Closed(channel) => (4, channel),
+            Signal::Address {
+                edition,
+                place,
+                address,
+            } => {
+                (bytes[2], bytes[3]) = place;
+                match address {
+                    IpAddr::V4(v4) => {
+                        bytes[1] = 4;
+                        bytes[8..12].copy_from_slice(&v4.octets());
+                    }
+                    IpAddr::V6(v6) => {
+                        bytes[1] = 6;
+                        bytes[8..24].copy_from_slice(&v6.octets());
+                    }
+                }
+                (5, edition)
+            }
         };
         bytes[0] = kind;
-        bytes[4..8].copy_from_slice(&u32::to_le_bytes(channel));
-        bytes[8..16].copy_from_slice(&u64::to_le_bytes(comm));
-        bytes[16..24].copy_from_slice(&u64::to_le_bytes(listener));
+        bytes[4..8].copy_from_slice(&u32::to_le_bytes(word));
         bytes
     }
 
@@ -73,8 +111,39 @@ impl Signal {
             2 => Some(Signal::Opened(channel)),
             3 => Some(Signal::Declined(channel)),
             4 => Some(Signal::Closed(channel)),
+            5 => Some(Signal::Address {
+                edition: channel,
+                place: (bytes[2], bytes[3]),
+                address: match bytes[1] {
+                    4 => IpAddr::from(*bytes[8..].first_chunk::<4>()?),
+                    6 => IpAddr::from(*bytes[8..].first_chunk::<16>()?),
+                    _ => return None,
+                },
+            }),
             _ => None,
         }
+    }
+}
+
+/// Addresses of the peer, as they are said one after the other.
+#[derive(Debug, Default)]
+pub struct Told(Addresses);
+
+impl Told {
+    /// The next one: the whole list, where it was the last of it.
+    pub fn hear(&mut self, edition: u32, place: (u8, u8), address: IpAddr) -> Option<Addresses> {
+        let (place, count) = (usize::from(place.0), usize::from(place.1));
+        let Told(said) = self;
+        if place == 0 {
+            (said.edition, said.list) = (edition, Vec::new());
+        }
+        // Out of turn: of no list.
+        if edition != said.edition || place != said.list.len() || place >= count.min(MOST) {
+            said.list.clear();
+            return None;
+        }
+        said.list.push(address);
+        (said.list.len() == count).then(|| said.clone())
     }
 }
 
@@ -178,31 +247,62 @@ mod tests {
             comm: 3,
             listener: 9,
         };
+        let address = |place, address| Signal::Address {
+            edition: 3,
+            place: (place, 2),
+            address,
+        };
         let said = [
             open,
             whole,
             Signal::Opened(7),
             Signal::Declined(8),
             Signal::Closed(7),
+            address(0, IpAddr::from([10, 0, 0, 200])),
+            address(1, IpAddr::from([0xfd01, 2, 3, 4, 5, 6, 7, 8])),
         ];
+        let count = said.len() as u64;
         for round in 0..100u64 {
             for (at, signal) in said.iter().enumerate() {
-                one.say(round * 5 + at as u64, *signal);
+                one.say(round * count + at as u64, *signal);
             }
-            for at in (0..5).rev() {
-                let number = round * 5 + at;
+            for at in (0..count).rev() {
+                let number = round * count + at;
                 for (from, to) in [(10, SIGNAL), (0, 10)] {
                     let mut part = vec![0; to - from];
                     one.read(number, from as u64, &mut part);
                     other.place(number, from as u64, &part);
                 }
-                assert_eq!(other.received(number), if at == 0 { 5 } else { 0 });
+                let free = if at == 0 { said.len() } else { 0 };
+                assert_eq!(other.received(number), free);
                 one.sent(number);
             }
             let heard: Vec<_> = std::iter::from_fn(|| other.hear()).collect();
             assert_eq!(heard, said);
         }
         assert!(one.is_idle());
+    }
+
+    #[test]
+    fn a_list_of_addresses_is_heard_when_it_is_whole() {
+        let at = |host| IpAddr::from([10, 0, 0, host]);
+        let mut told = Told::default();
+        for edition in 1..4 {
+            assert_eq!(told.hear(edition, (0, 3), at(1)), None);
+            assert_eq!(told.hear(edition, (1, 3), at(2)), None);
+            let list = vec![at(1), at(2), at(3)];
+            let whole = Some(Addresses { edition, list });
+            assert_eq!(told.hear(edition, (2, 3), at(3)), whole);
+        }
+        // One is missing; one is of another list; there are more than there can be.
+        told.hear(4, (0, 3), at(1));
+        assert_eq!(told.hear(4, (2, 3), at(3)), None);
+        assert_eq!(told.hear(4, (1, 3), at(2)), None);
+        told.hear(5, (0, 2), at(1));
+        assert_eq!(told.hear(6, (1, 2), at(2)), None);
+        let many = |place| told.hear(7, (place, 255), at(place));
+        assert_eq!((0..255).find_map(many), None);
+        assert_eq!(told.hear(8, (0, 0), at(1)), None);
     }
 
     #[test]

@@ -2,21 +2,12 @@
 //!
 //! # By delay
 //! What says that there is too much is how much longer packets take than they once did, in the
-//! sender's own direction. As in Swift (SIGCOMM 2020) there is a target for that. Below it the windows
+//! sender's own direction. As in Swift (SIGCOMM 2020) there is a [`target`] for that. Below it the windows
 //! of all paths together grow by about one packet per round trip, whatever their number; a path whose
 //! delay is above it shrinks, once per round trip, to what would leave its queue empty. So the queue
 //! is a saw-tooth between nothing and the target: those who share it see it empty together, and agree
 //! on what "once" was (Copa, NSDI 2018, drains for the same reason). Where packets almost never wait
 //! (a quarter of the target) nobody is disturbed, and a window grows by a share of itself.
-//!
-//! On a slow link a packet that waits behind another one waits for as long as the target of a quick
-//! link: at 100 Mb/s 120 us, and four times that where this is four routes of 25 Mb/s. So the target
-//! is at least the time of [`SEVERAL`] packets at the rate at which bytes arrive
-//! ([`delivery`](super::delivery)), a millisecond at most.
-//!
-//! Over many routes the runs of several connections meet in one of them now and then: 30 us of a connection's
-//! bytes are 90 us of a route that is a third as quick. Such a queue is gone when the windows are smaller, and the
-//! route stands still. So where waits differ from each other ([`EVEN`]) the target is longer, up to twice.
 //!
 //! A path that a hash put on a busy or slow route has a small window, and the others carry: that is
 //! the cap per path. The windows' sum bounds the connection; a path's window may be less than a packet,
@@ -30,10 +21,7 @@
 //! ([`pace`](super::pace)), for the acknowledgements come in bunches.
 //!
 //! # Long ways, and ways of unequal delay
-//! What a window sends at once is a queue of as much as a round trip. Where that is short beside the target nobody
-//! minds. Where it is long ([`LONG`]) windows go spread over it ([`pace`](super::pace)): at twice their rate while
-//! they double, so that the queue tells when to stop (HyStart, 2011), and at a quarter more after that. There the
-//! target is longer as well ([`STRETCH`]), as Swift's grows with the length of the way.
+//! Windows go spread over a way that is long beside the target ([`target`]).
 //!
 //! A way that is longer than others looks like a full queue. So a path is judged by the shortest way of all until a
 //! packet that was sent at the end of a drain, with an empty queue, has said that it is longer; those that seem so
@@ -59,11 +47,12 @@
 //! cubic does. If the delay goes during a drain, the queue was ours, and the contest is over (Copa asks
 //! in the same way whether the queue is ever empty).
 
+mod target;
+
 use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::ack::EVERY_PATIENT;
 use super::delivery::Delivery;
 use super::drain::Drains;
 use super::pace::Pace;
@@ -71,28 +60,12 @@ use super::rtt::RoundTrip;
 use super::shortest::Shortest;
 use super::trace::{Decision, Notes, What};
 pub use super::window::Took;
-use super::window::{LEAST, MOST_BACK, Sums, TARGET, Window};
+use super::window::{LEAST, MOST_BACK, Sums, Window};
+use target::{LONGEST, SEVERAL};
 
-/// A queue that is worth it lasts for [`TARGET`], and at least this many packets at the rate at which bytes arrive ...
-const SEVERAL: f64 = 8.0;
-/// ... but no more seconds than this: a longer queue harms others.
-const LONGEST: f64 = 1e-3;
 /// A queue of this many seconds is no queue of ours, however short the own target is: sixteen senders on
 /// 1 Gb/s keep one of a little more than [`LONGEST`], and who has seen a quicker link aims at less.
 const ALIEN: f64 = 1.1 * LONGEST;
-/// Packets of this time go over one path, one after the other: a short time beside the target, and on
-/// quick networks a full call to the kernel.
-const RUN: Duration = Duration::from_micros(30);
-/// Where waits differ by more than this part of the target, on the average, ...
-const EVEN: f64 = 0.2;
-/// ... it is longer by this multiple of what they differ by more, up to twice as long.
-const UNEVEN: f64 = 2.0;
-/// Where less is in flight than a part in this many of what may be, threads are the limit and the network is not.
-const ROOMY: f64 = 4.0;
-/// Threads have more time where calls to the kernel are few: a run is one part in this many of the window then.
-const PARTS: f64 = 8.0;
-/// More for small windows: Swift's flow scaling.
-const SCALING: f64 = 2.0;
 /// Windows at the start hold this many packets together.
 const FIRST: f64 = 32.0;
 /// Share of packets whose loss means that queues are shorter than the target.
@@ -107,12 +80,6 @@ const LEAVE: f64 = 0.6;
 /// Who sees the wait fall to this part of what is usual, and gave up nothing, sees another's drain.
 const FELL: f64 = 0.55;
 const LOOK: Duration = Duration::from_millis(10);
-/// Round trips of this many targets are long: windows go spread over them.
-const LONG: f64 = 4.0;
-/// A queue of one in this many parts of the longest way there and back is short beside it ...
-const SHORT: f64 = 2.0;
-/// ... and may be aimed at, if it is no more than this many times what it would be else.
-const STRETCH: f64 = 3.0;
 /// How fast the last waits count where acknowledgements wait: as fast as round trips do.
 const LATELY: f64 = 4.0;
 
@@ -199,24 +166,6 @@ impl Congestion {
             .clamp(self.packet, self.most.max(self.packet))
     }
 
-    /// Bytes that one path should take in a row: what the connection sends in [`RUN`], and more where the network
-    /// is not the limit.
-    pub fn run(&self, flying: u64) -> f64 {
-        let run = self.delivery.rate() * RUN.as_secs_f64();
-        if self.is_roomy(flying) {
-            run.max(self.total() / PARTS)
-        } else {
-            run
-        }
-    }
-
-    /// Whether much less is in flight than may be, and that is much: threads are the limit, or what is there to be
-    /// sent.
-    pub fn is_roomy(&self, flying: u64) -> bool {
-        let total = self.total();
-        flying as f64 * ROOMY < total && total >= ROOMY * f64::from(EVERY_PATIENT) * self.packet
-    }
-
     /// Whether bytes may go by the pace, if there is one.
     pub fn ready(&mut self, trip: &RoundTrip, now: Duration) -> bool {
         let target = self.target();
@@ -276,42 +225,6 @@ impl Congestion {
             window: window.map_or(self.sums.bytes, |window| window.bytes) as u64,
         };
         self.notes.add(now, path.unwrap_or(u8::MAX), what);
-    }
-
-    /// The same where ways are short.
-    fn alone(&self) -> f64 {
-        let base = TARGET.as_secs_f64();
-        let several = self.delivery.takes(SEVERAL * self.packet).min(LONGEST);
-        (base * (1.0 + self.uneven())).max(several)
-    }
-
-    /// The wait that a connection of this size aims at, in seconds.
-    fn target(&self) -> f64 {
-        let packets = (self.sums.bytes / self.packet).max(0.25);
-        let base = TARGET.as_secs_f64();
-        let alone = self.alone();
-        let alone = alone * (self.longest / alone / SHORT).clamp(1.0, STRETCH);
-        alone + (base * SCALING / packets.sqrt()).min(base * SCALING)
-    }
-
-    /// Whether what a window sends at once is a longer queue than what is aimed at.
-    fn is_long(&self) -> bool {
-        self.longest > LONG * self.alone()
-    }
-
-    /// The part of a window that may go over its path in a row.
-    pub fn burst(&self) -> f64 {
-        if self.is_long() {
-            (self.target() / self.longest / 2.0).min(0.5)
-        } else {
-            0.5
-        }
-    }
-
-    /// How far waits differ from each other, from 0 (all wait for one link) to 1 (runs meet in one of many routes).
-    fn uneven(&self) -> f64 {
-        let base = TARGET.as_secs_f64();
-        (UNEVEN * (self.apart / base - EVEN)).clamp(0.0, 1.0)
     }
 
     /// A packet of this path took so long, by both clocks (their difference is not known).
@@ -616,7 +529,7 @@ mod tests {
         }
     }
 
-    fn trip(micros: u64) -> RoundTrip {
+    pub(super) fn trip(micros: u64) -> RoundTrip {
         let mut trip = RoundTrip::default();
         trip.sample(Duration::from_micros(100), Duration::ZERO);
         for _ in 0..60 {
@@ -625,7 +538,7 @@ mod tests {
         trip
     }
 
-    fn ack(cc: &mut Congestion, path: u8, waited: u32, trip: &RoundTrip, now: Duration) {
+    pub(super) fn ack(cc: &mut Congestion, path: u8, waited: u32, trip: &RoundTrip, now: Duration) {
         cc.delay(path, took(5000 + waited), (trip, trip), now);
         cc.arrived(
             path,
@@ -660,22 +573,6 @@ mod tests {
         assert!((sum - cc.sums.bytes).abs() < 1.0);
     }
 
-    #[test]
-    fn where_waits_differ_the_target_is_longer() {
-        let target = |waits: [u32; 2]| {
-            let mut cc = Congestion::new(4, 4, 1400, 1 << 30, Duration::ZERO);
-            let mut now = Duration::from_millis(1);
-            for turn in 0..4000 {
-                now += Duration::from_micros(1);
-                ack(&mut cc, (turn % 4) as u8, waits[turn % 2], &trip(300), now);
-            }
-            cc.target()
-        };
-        let (even, uneven) = (target([70, 70]), target([0, 140]));
-        assert!((150e-6..170e-6).contains(&even), "{even}");
-        assert!((220e-6..260e-6).contains(&uneven), "{uneven}");
-    }
-
     /// Path 1 takes 5 ms more than path 0. That looks like a queue until a packet from the end of a drain says that
     /// it is none; a queue of another's is one still.
     #[test]
@@ -707,36 +604,6 @@ mod tests {
         assert_eq!(hear(&mut cc, 5000, end, end), 0.0);
         assert!(cc.is_long() && cc.burst() < 0.5 && cc.windows[1].base > 10e-3);
         assert!((hear(&mut cc, 5300, end, end) - 300e-6).abs() < 1e-9);
-    }
-
-    #[test]
-    fn runs_are_longer_where_the_network_is_not_the_limit() {
-        let mut cc = Congestion::new(4, 4, 1400, 1 << 30, Duration::ZERO);
-        cc.sums.open = 1400.0 * 100.0;
-        assert!(!cc.is_roomy(0) && cc.run(0) == 0.0, "too little for that");
-        cc.sums.open = 1400.0 * 1000.0;
-        assert!(cc.is_roomy(1400 * 200) && !cc.is_roomy(1400 * 300));
-        assert_eq!(cc.run(1400 * 200), 1400.0 * 125.0);
-        assert_eq!(cc.run(1400 * 300), 0.0);
-    }
-
-    #[test]
-    fn on_a_slow_link_the_target_is_several_packets() {
-        // Bytes per millisecond, and the target in milliseconds: 25 Mb/s, 100 Mb/s, 1 Gb/s, 10 Gb/s.
-        for (bytes, least, most) in [
-            (3_125, 1.0, 1.1),
-            (12_500, 0.9, 1.0),
-            (125_000, 0.15, 0.25),
-            (1_250_000, 0.15, 0.25),
-        ] {
-            let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
-            for step in 1..300 {
-                let now = Duration::from_millis(step);
-                cc.arrived(0, bytes, (now, false), &trip(500), now);
-            }
-            let target = cc.target() * 1e3;
-            assert!((least..most).contains(&target), "{bytes}: {target}");
-        }
     }
 
     #[test]

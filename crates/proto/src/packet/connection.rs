@@ -386,6 +386,14 @@ impl Connection {
         self.away = (from, until);
     }
 
+    /// These paths have another way from now on: their ports, or where they send to, are others. Those in
+    /// use are judged by what happens; others are asked whether they carry now.
+    pub fn renewed(&mut self, paths: impl IntoIterator<Item = u8>, now: Duration) {
+        for path in paths {
+            self.paths.renew(path, now);
+        }
+    }
+
     /// The next thing that happened.
     pub fn event(&mut self) -> Option<Event> {
         self.events.pop_front()

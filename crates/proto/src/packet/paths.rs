@@ -325,6 +325,21 @@ impl Paths {
         Some(fresh)
     }
 
+    /// A path has another way from now on. If it is not in use it may never have carried, so nobody would
+    /// ask it: it is asked, and gets the place that its number has, from one that has another's.
+    pub fn renew(&mut self, at: u8, now: Duration) {
+        let place = usize::from(at) % self.used.len();
+        let at_home = usize::from(self.used[place]) % self.used.len() == place;
+        let spare = self.spare.iter().position(|spare| *spare == at);
+        let Some(spare) = spare.filter(|_| !at_home && self.former[place].is_none()) else {
+            return;
+        };
+        self.spare.remove(spare);
+        self.former[place] = Some(at);
+        self.look = (now + LOOK, 0);
+        self.ask(at);
+    }
+
     fn comes_to_be(&mut self, at: u8, state: State) {
         if let Some(path) = self.get_mut(at) {
             (path.state, path.silences, path.probe) = (state, 0, false);
@@ -527,6 +542,26 @@ mod tests {
         assert_eq!((paths.take_back(), paths.looks()), (None, None));
         assert_eq!(paths.used(), [0, 1]);
         assert_eq!(paths.replace(0, NOW), Some(3));
+    }
+
+    #[test]
+    fn one_with_another_way_gets_the_place_of_its_number() {
+        let mut paths = Paths::new(2, 6);
+        // Neither 1 nor 3 carries; 4 does.
+        for dead in [1, 2, 3] {
+            paths.replace(dead, NOW).unwrap();
+        }
+        assert_eq!(paths.used(), [0, 4]);
+        while paths.asked().is_some() {}
+        for at in 0..6 {
+            paths.renew(at, NOW);
+        }
+        // One takes the place, if it answers; 0 keeps its own.
+        assert_eq!((paths.asked(), paths.asked()), (Some(1), None));
+        assert_eq!(paths.take_back(), None);
+        paths.answered(1);
+        assert_eq!(paths.take_back(), Some((4, 1)));
+        assert_eq!(paths.used(), [0, 1]);
     }
 
     #[test]

@@ -16,6 +16,7 @@ mod host;
 mod model;
 mod scenario;
 
+use std::rc::Rc;
 use std::time::Duration;
 
 use evener_proto::packet::trace::{Cause, Note, What};
@@ -459,6 +460,43 @@ fn a_path_that_is_repaired_is_used_again() {
         );
         let share = carried_after(&[2e7; 4], &[(300, &[2]), (2300, &[])], 2, seed);
         assert!(share > 0.7, "one of four: {share}, seed {seed}");
+    }
+}
+
+/// A card that comes later: half of the paths led nowhere from the start, and then they have another way. The
+/// part of that link that is used, if the connection is told of it or not.
+fn carried_by_a_link_that_comes(told: bool, seed: u64) -> f64 {
+    let config = Config::default();
+    let link = || Link::new(2e7, MILLI);
+    let mut net = Net::new(vec![link(), link(), link()], seed);
+    let there = |port: u8| Rc::from([usize::from(port % 2)]);
+    net.add(Box::new(Host::new(true, config.clone(), seed, 1, there)));
+    net.add(Box::new(Host::new(false, config, seed + 1, 0, |_| {
+        Rc::from([2])
+    })));
+    flows(&mut net, 0, 1, scenario::bulk(1, 1 << 20));
+    net.links[1].dead = true;
+    net.run_until(2000 * MILLI);
+    net.links[1].dead = false;
+    let now = net.now;
+    if told {
+        let connection = net.end::<Host>(0).connection.as_mut().expect("it is open");
+        connection.renewed((1..=u8::MAX).step_by(2), now);
+    }
+    net.run_until(now + 4000 * MILLI);
+    let before = net.links[1].carried;
+    net.run_until(net.now + 500 * MILLI);
+    assert_eq!(net.end::<Host>(1).wrong, 0);
+    (net.links[1].carried - before) as f64 / (2e7 / 8.0 * 0.5)
+}
+
+#[test]
+fn paths_with_another_way_are_used() {
+    for seed in 0..5 {
+        let share = carried_by_a_link_that_comes(true, seed);
+        assert!(share > 0.7, "{share}, seed {seed}");
+        let share = carried_by_a_link_that_comes(false, seed);
+        assert!(share < 0.1, "nobody has said it: {share}, seed {seed}");
     }
 }
 

@@ -3,6 +3,9 @@
 //! A path is a source port. Those of the connecting side are dealt out over its NICs, and each goes to
 //! an address of the peer that the same place in the peer's list has. The answering side takes the
 //! routes that the kernel has, to the addresses from which it has heard.
+//!
+//! Where either list changes, a path whose NIC or address is another one gets another socket. The
+//! connection takes it for one whose way through the network has changed.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -14,14 +17,18 @@ use evener_proto::PathId;
 use super::Effect;
 use crate::lock::lock;
 use crate::log::Level;
+use crate::nics::Nic;
 use crate::peer::Peer;
 use crate::shared::Shared;
 use crate::stats::{PathStats, WorkerStats};
 use crate::udp::batch::Batch;
+use crate::udp::mtu;
 use crate::udp::ports::Port;
 
 /// After a socket could not be opened no other is for so long.
 const OPEN_AGAIN: Duration = Duration::from_secs(1);
+/// Most paths of a connection.
+const MOST_PATHS: usize = 256;
 /// Most addresses of the peer that packets are sent to.
 const MOST_REMOTES: usize = 16;
 
@@ -30,6 +37,8 @@ pub(super) struct Own {
     pub(super) port: Port,
     /// Where it is bound.
     pub(super) at: SocketAddr,
+    /// Its NIC: the kernel's number and the address.
+    nic: (u32, IpAddr),
     path: PathId,
     pub(super) stats: Arc<PathStats>,
     /// The card that it goes by, past the kernel.
@@ -44,6 +53,11 @@ pub(super) struct Sockets {
     /// Whether this side has opened the connection.
     initiates: bool,
     own: Vec<Option<Own>>,
+    /// Those that are used.
+    nics: Vec<Nic>,
+    /// Bytes that each of these carries in a packet: a connection's packets grow to what the first ones
+    /// carry.
+    carry: usize,
     remotes: Vec<SocketAddr>,
     /// Where the last packet came from: what is to be known of it is known.
     heard_from: Option<SocketAddr>,
@@ -54,12 +68,19 @@ pub(super) struct Sockets {
 }
 
 impl Sockets {
-    /// None yet, to a peer with these addresses.
-    pub(super) fn new(peer: Arc<Peer>, initiates: bool, remotes: Vec<SocketAddr>) -> Sockets {
+    /// None yet, over these NICs to a peer with these addresses.
+    pub(super) fn new(
+        peer: Arc<Peer>,
+        initiates: bool,
+        nics: &[Nic],
+        remotes: Vec<SocketAddr>,
+    ) -> Sockets {
         Sockets {
             peer,
             initiates,
             own: Vec::new(),
+            nics: nics.to_vec(),
+            carry: nics.iter().map(mtu).min().unwrap_or(0),
             remotes,
             heard_from: None,
             opens_again: Duration::ZERO,
@@ -111,6 +132,108 @@ impl Sockets {
             Some(place) => self.remotes[place].set_port(from.port()),
             None if self.remotes.len() < MOST_REMOTES => self.remotes.push(from),
             None => {}
+        }
+    }
+
+    /// This host has other NICs, or other addresses of them.
+    pub(super) fn have(&mut self, nics: &[Nic], shared: &Shared) {
+        let fits = |nic: &&Nic| mtu(nic) >= self.carry;
+        let (used, small): (Vec<_>, Vec<_>) = nics.iter().partition(fits);
+        // Where there is no other, packets become smaller once many have vanished.
+        let (used, small) = match used.is_empty() {
+            true => (small, used),
+            false => (used, small),
+        };
+        self.nics = used.into_iter().cloned().collect();
+        for nic in small {
+            let text = format!(
+                "{nic} carries {} bytes in a packet and others {}: it is not used for the UDP connection \
+                 with {}. fix: give it the MTU of the others before it gets its address",
+                mtu(nic),
+                self.carry,
+                self.peer.name()
+            );
+            shared.log(Level::Warn, &text);
+        }
+        self.open_others(shared);
+    }
+
+    /// The peer has these addresses.
+    pub(super) fn peer_has(&mut self, list: &[IpAddr], shared: &Shared) {
+        if !self.initiates {
+            // Those that have gone. Where its addresses are translated on the way, none of them is known.
+            let lives = |known: &SocketAddr| list.contains(&known.ip());
+            if self.remotes.iter().any(lives) {
+                self.remotes.retain(lives);
+            }
+            return;
+        }
+        let Some(port) = self.remotes.first().map(SocketAddr::port) else {
+            return;
+        };
+        let reaches = |ip: &&IpAddr| {
+            let mut nics = self.nics.iter();
+            nics.any(|nic| nic.address.is_ipv4() == ip.is_ipv4())
+        };
+        let reached = list.iter().filter(reaches).take(MOST_REMOTES);
+        let remotes: Vec<_> = reached.map(|ip| SocketAddr::new(*ip, port)).collect();
+        if !remotes.is_empty() {
+            self.remotes = remotes;
+            self.open_others(shared);
+        }
+    }
+
+    /// What each path's way begins and ends with.
+    pub(super) fn ways(&self) -> impl Iterator<Item = Option<((u32, IpAddr), IpAddr)>> + use<> {
+        let way = |path| {
+            let remote = *self.remote(path)?;
+            let nic = self.nic(path, remote)?;
+            Some(((nic.index, nic.address), remote.ip()))
+        };
+        let all: Vec<_> = (0..MOST_PATHS).map(way).collect();
+        all.into_iter()
+    }
+
+    /// The NIC of a path to this address.
+    fn nic(&self, path: usize, remote: SocketAddr) -> Option<&Nic> {
+        let matches = |nic: &&Nic| nic.address.is_ipv4() == remote.is_ipv4();
+        let count = self.nics.iter().filter(matches).count();
+        let place = path.checked_rem(count)?;
+        self.nics.iter().filter(matches).nth(place)
+    }
+
+    /// The interface by which packets to this address have to leave.
+    fn device<'a>(&self, nic: &'a Nic, remote: SocketAddr) -> Option<&'a str> {
+        let several = self.nics.len() > 1 && !remote.ip().is_loopback();
+        several.then_some(nic.name.as_str())
+    }
+
+    /// Closes sockets of NICs and addresses that their paths do not have any more: another is opened when
+    /// the path is used.
+    fn open_others(&mut self, shared: &Shared) {
+        for path in 0..self.own.len() {
+            let (Some(own), Some(remote)) = (self.get(path), self.remote(path)) else {
+                continue;
+            };
+            let nic = self.nic(path, *remote);
+            let device = nic.and_then(|nic| self.device(nic, *remote));
+            let same = nic.is_some_and(|nic| own.nic == (nic.index, nic.address));
+            if !self.initiates {
+                // It sends by any. What a card says of itself is wrong when its address has changed.
+                let lives = |nic: &Nic| own.nic == (nic.index, nic.address);
+                if !self.nics.iter().any(lives)
+                    && let Some(own) = self.get_mut(path)
+                {
+                    own.card = None;
+                }
+            } else if same {
+                own.port.leave_by(device);
+            } else {
+                let id = own.path;
+                self.own[path] = None;
+                let why = "its NIC or its address is another one";
+                lock(&shared.paths).end(self.peer.key.mirror, id, why);
+            }
         }
     }
 
@@ -180,16 +303,9 @@ impl Sockets {
     fn open(&mut self, path: usize, shared: &Shared, batch: &mut Batch) -> io::Result<()> {
         let none = || io::Error::from(io::ErrorKind::AddrNotAvailable);
         let remote = *self.remote(path).ok_or_else(none)?;
-        let all = shared.nics();
-        let matching = |v4: bool| {
-            let nics = all.iter();
-            nics.filter(move |nic| nic.address.is_ipv4() == v4)
-        };
-        let nics: Vec<_> = matching(remote.is_ipv4()).collect();
-        let nic = *nics.get(path % nics.len().max(1)).ok_or_else(none)?;
+        let nic = self.nic(path, remote).ok_or_else(none)?.clone();
         let (address, device) = if self.initiates {
-            let several = all.len() > 1 && !remote.ip().is_loopback();
-            (nic.address, several.then_some(nic.name.as_str()))
+            (nic.address, self.device(&nic, remote))
         } else if remote.is_ipv4() {
             (IpAddr::from([0; 4]), None)
         } else {
@@ -198,7 +314,7 @@ impl Sockets {
         let card = batch
             .cards
             .as_mut()
-            .and_then(|cards| Some((cards.of(nic.index)?, cards.port()?)));
+            .and_then(|cards| Some((cards.of(&nic)?, cards.port()?)));
         let (card, port) = match card {
             Some((card, port)) => {
                 port.leave_by(device);
@@ -218,6 +334,7 @@ impl Sockets {
         self.own[path] = Some(Own {
             port,
             at,
+            nic: (nic.index, nic.address),
             path: id,
             stats,
             card,

@@ -1,6 +1,8 @@
 //! A comm in virtual time: any loss and any order of packets, a connection that is over, and an end that
 //! closes in the middle. No sockets and no threads: each side is called as its thread would call it.
 
+mod addresses;
+
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
@@ -8,6 +10,7 @@ use proptest::prelude::*;
 
 use super::packets::fill;
 use super::*;
+use crate::nics::Nics;
 use crate::slots::Status;
 use crate::udp::hostile;
 use crate::udp::ports::Came;
@@ -64,7 +67,13 @@ impl World {
         let sides =
             [(Box::new(caller), true), (responder, false)].map(|(connection, initiates)| {
                 let end = (1, connection, initiates);
-                Association::new(hostile::peer(), end, vec![from], None, Duration::ZERO)
+                Association::new(
+                    hostile::peer(),
+                    end,
+                    (&Nics::default(), vec![from]),
+                    None,
+                    Duration::ZERO,
+                )
             });
         World {
             sides,

@@ -23,7 +23,8 @@ class Job:
     """What to measure. `plugin`: a path, or empty for plain TCP streams, `streams` a comm each way
     (of several, each has threads of its own). `sizes`: bytes of a message (of an all-reduce where
     `pattern` is "ring" and not "steady"), separated by commas. `seconds`: about how long a size
-    takes. `engine`: a value of EVENER_NET_ENGINE, or empty for that of the caller."""
+    takes. `engine`: a value of EVENER_NET_ENGINE, or empty for that of the caller. `until`: if
+    not empty, a steady run lasts until this file is there, and `seconds` is for the trial."""
 
     plugin: str
     comms: int = 2
@@ -34,6 +35,7 @@ class Job:
     pattern: str = "steady"
     streams: int = 1
     engine: str = ""
+    until: str = ""
 
     def text(self) -> str:
         """As the peer's argument."""

@@ -27,6 +27,7 @@ def measure(job: dict[str, object], rank: int, address: str, port: int) -> list[
         [int(size) for size in str(job["sizes"]).split(",")],
         float(str(job["seconds"])),
         bool(job["verify"]),
+        str(job["until"]),
     )
     names = ("size", "messages", "seconds", "bandwidth", "latency_us", "cpu_seconds", "stall")
     found = []
