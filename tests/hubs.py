@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
+import shutil
+import ssl
 import tempfile
 import threading
 import time
@@ -14,17 +17,26 @@ from typing import Any, TypeVar
 from evener.comm.hub.client import Place
 from evener.comm.hub.membership import Membership
 from evener.comm.hub.server import Hub
-from evener.comm.hub.token import of_server
+from evener.comm.hub.token import Token, of_server
 
 T = TypeVar("T")
 LIMIT = 60.0
 
 
 @functools.cache
+def _made(name: str) -> tuple[Token, ssl.SSLContext]:
+    """Without a file: processes of `tests.worlds` end without cleaning up."""
+    with tempfile.TemporaryDirectory(prefix="evener-hub-") as folder:
+        return of_server(Path(folder) / name)
+
+
+@functools.cache
 def token_file(name: str = "one") -> Path:
     """One of this process's tokens."""
-    path = Path(tempfile.mkdtemp(prefix="evener-hub-")) / name
-    of_server(path)
+    folder = tempfile.mkdtemp(prefix="evener-hub-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder) / name
+    path.write_text(_made(name)[0].text + "\n", encoding="utf-8")
     return path
 
 
@@ -42,7 +54,7 @@ class LiveHub:
     def __init__(
         self, least: int = 1, slots: int = 4, port: int = 0, silence: float = 30, late: float = 60
     ) -> None:
-        token, tls = of_server(token_file())
+        token, tls = _made("one")
         self.said: list[str] = []
         self.membership = Membership(least, slots, silence, late)
         self.loop = asyncio.new_event_loop()
@@ -62,8 +74,7 @@ class LiveHub:
 
     def place(self, name: str, slot: int | None = None) -> Place:
         """Where a node of that name finds it."""
-        token, _ = of_server(token_file())
-        return Place("127.0.0.1", self.port, token, name, slot)
+        return Place("127.0.0.1", self.port, _made("one")[0], name, slot)
 
     def call(self, function: Callable[[], T]) -> T:
         """`function`, in the hub's thread."""
