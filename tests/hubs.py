@@ -1,4 +1,4 @@
-"""A hub in a thread of this process, for tests and the twin of nodes that come and go."""
+"""A hub in a thread of this process, and nodes, for tests of nodes that come and go."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
+
 from evener.comm.hub.client import Place
 from evener.comm.hub.membership import Membership
+from evener.comm.hub.rounds import NodeRounds
 from evener.comm.hub.server import Hub
 from evener.comm.hub.token import Token, of_server
+from evener.comm.options import Options
+from evener.errors import EvenerError, UsageError
 
 T = TypeVar("T")
 LIMIT = 60.0
+OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
 
 @functools.cache
@@ -90,3 +97,52 @@ class LiveHub:
             self.loop.call_soon_threadsafe(self._task.cancel)
             self._thread.join(LIMIT)
         self.loop.close()
+
+
+class Node:
+    """A model of one rank that is a node, in this process."""
+
+    def __init__(self, hub: LiveHub, name: str, seed: int = 0, width: int = 6, **how: Any) -> None:
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+        self.place = hub.place(name)
+        options = Options(**{"every": 1000, "timeout": 20.0, **OUTER, **how})
+        self.rounds = NodeRounds(list(self.net.named_parameters()), self.net, options)
+
+    def begin(self) -> None:
+        self.rounds.begin(self.place)
+
+    @torch.no_grad()
+    def step(self, by: float = 0.01) -> None:
+        for parameter in self.net.parameters():
+            parameter.add_(by)
+        self.rounds.stepped()
+
+    def bits(self) -> list[float]:
+        tensors = [*self.net.parameters(), *self.net.buffers()]
+        return torch.cat([tensor.detach().float().flatten() for tensor in tensors]).tolist()
+
+    def die(self) -> None:
+        """As a killed process: its connection ends, and nothing follows."""
+        link: Any = self.rounds._link
+        link.refused = UsageError("dead", "")
+        link.again()
+
+
+def together(*acts: Callable[[], Any]) -> None:
+    """Run all at once, as nodes do; raises what one of them raised."""
+    errors: list[Exception] = []
+
+    def run(act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except (EvenerError, AssertionError) as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(act,)) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
