@@ -55,7 +55,7 @@ def start(
     CommError where the hub does not answer.
     """
     if options.auto:
-        raise UsageError("every='auto' and a hub: nodes time nothing", "give every=N")
+        raise UsageError("every='auto' and a hub: nodes do not time exchanges", "give every=N")
     optimizers = [innermost(optimizer) for optimizer in optimizers]
     named = taken(model)
     if why := refusal(named, optimizers):
