@@ -302,7 +302,7 @@ def run(
 ) -> dict[str, Any]:
     """Start all nodes, kill and start as `given` says, and count what they wrote into `folder`.
 
-    `ends`: a file that tells them to end; else the next exchange of all is waited for.
+    `ends`: a file that tells them to end; else each ends with its next exchange.
     """
     for name in nodes.hosts:
         nodes.start(name, folder, variables)
