@@ -206,8 +206,8 @@ def other_weights_over_the_same_connection() -> None:
 def who_enters_late_is_called() -> None:
     hub = LiveHub()
     try:
-        a, b = two(hub)
-        c = Node(hub, "c")
+        a, b = two(hub, every=10**6)
+        c = Node(hub, "c", every=10**6)
 
         def comes() -> None:
             c.begin()
