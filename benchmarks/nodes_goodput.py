@@ -8,12 +8,12 @@ Simulated nodes of one rank (`evener lab`) train a small GPT, and the hub is on 
 step lasts --step seconds, whatever its arithmetic takes: the rest is slept, as a host sleeps while
 its GPU computes, because all nodes share this machine's cores. Steps count that came into an
 average, as the hub says. Goodput is these, over the time that processes of nodes lived times the
-rate of one node when all train side by side without a hub; `ideal` takes the rate of steps that
-last --step, which a busy machine does not reach. A node lives from the start of its process to its
-kill. It is forked from a process that has imported torch. At the end all nodes end their round and
-leave. Every node notes a digest of the shared weights after each exchange; those of a round must be
-equal. The pause is what a step lasts longer at whose end an exchange is over: it waits for it, with
-overlap for what is left of it.
+rate of a node that trains beside them without a hub; `of_alone` takes the rate of one when all
+trained so before, and `ideal` that of steps that last --step, which a busy machine does not reach.
+A node lives from the start of its process to its kill. It is forked from a process that has
+imported torch. At the end all nodes end their round and leave. Every node notes a digest of the
+shared weights after each exchange; those of a round must be equal. The pause is what a step lasts
+longer at whose end an exchange is over: it waits for it, with overlap for what is left of it.
 
 `lost` is what `ideal` lacks, in shares of the time. kills: what killed nodes had done that is in no
 average. joining: from the start of a process to its first step. pauses: steps at whose ends an
@@ -152,15 +152,15 @@ def digest_of(state: dict[str, Any]) -> str:
 class Nodes:
     """Simulated nodes, the processes that live on them, and for how long they did."""
 
-    def __init__(self, lab: Lab, argv: Sequence[str]) -> None:
+    def __init__(self, lab: Lab, argv: Sequence[str], beside: bool = False) -> None:
         """`argv` and `--node NAME`: a program that is `be_a_host`; all is imported at the return.
-        The lab's last node is left to a hub.
+        The lab's last node is left to a hub. `beside`: one on that node instead.
         """
         self.own: dict[str, dict[str, str]] = {}  # variables of one node alone
         self.live: dict[str, float] = {}
         self.lived = 0.0
         self.hosts: dict[str, subprocess.Popen[str]] = {}
-        for node in lab.nodes[:-1]:
+        for node in lab.nodes[-1:] if beside else lab.nodes[:-1]:
             self.hosts[node.name] = node.popen(
                 [*argv, "--node", node.name],
                 stdin=subprocess.PIPE,
@@ -216,6 +216,20 @@ def rate_alone(nodes: Nodes, folder: Path) -> float:
 
 
 @contextlib.contextmanager
+def beside(lab: Lab, argv: Sequence[str], folder: Path) -> Iterator[list[float]]:
+    """A node trains without a hub meanwhile; its steps per second, afterwards."""
+    one, rates = Nodes(lab, argv, beside=True), list[float]()
+    (name,) = one.hosts
+    one.start(name, folder, {})
+    while (before := len(lines(folder))) < 20:
+        time.sleep(0.2)
+    began = time.monotonic()
+    yield rates
+    rates.append((len(lines(folder)) - before) / (time.monotonic() - began))
+    one.kill(name)
+
+
+@contextlib.contextmanager
 def hub_of(lab: Lab, folder: Path) -> Iterator[dict[str, str]]:
     """A hub on the lab's last node; what a node needs to join it. What it says: folder/hub.log."""
     host, token = lab.nodes[-1], folder / "token"
@@ -256,19 +270,21 @@ def main() -> None:
         Lab(Spec.parse(f"{given.nodes + 1}x1@{given.link}"), keep=[name]) as lab,
     ):
         folder = Path(name)
-        for part in ("alone", "written", "told"):
+        for part in ("alone", "beside", "written", "told"):
             (folder / part).mkdir()
         words = harness.arguments_of(given, "every", "overlap", "form", "step")
-        nodes = Nodes(lab, [sys.executable, str(Path(__file__).resolve()), *words])
-        rate = rate_alone(nodes, folder / "alone")
-        print(f"one node: {rate:.2f} steps/s", flush=True)
-        with hub_of(lab, folder) as variables:
+        argv = [sys.executable, str(Path(__file__).resolve()), *words]
+        nodes = Nodes(lab, argv)
+        alone = rate_alone(nodes, folder / "alone")
+        print(f"one node: {alone:.2f} steps/s", flush=True)
+        with hub_of(lab, folder) as variables, beside(lab, argv, folder / "beside") as rates:
             found = run(given, nodes, folder / "written", variables, folder / "end")
         said = (folder / "hub.log").read_text(encoding="utf-8").splitlines()
         found["counted"] = averaged(folder / "stats")
         found["lost"] = lost(folder / "told", found["counted"], found["lived"], given.step)
-    share = found["counted"] / found["lived"]
-    figures = {**found, "rate": rate, "goodput": share / rate, "ideal": share * given.step}
+    share, rate = found["counted"] / found["lived"], rates[0]
+    found |= {"alone": alone, "rate": rate, "goodput": share / rate, "ideal": share * given.step}
+    figures = {**found, "of_alone": share / alone}
     harness.keep(given, **figures, hub=said[-60:])
     shown = ["kills", "rounds", "pause", "lived", "rate", "goodput", "ideal", "differing"]
     print(harness.show(["", *shown], [["", *(figures[name] for name in shown)]]))
