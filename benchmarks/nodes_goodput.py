@@ -1,17 +1,23 @@
 """Goodput of nodes that come and go: a random one is killed again and again, and comes back.
 
     python benchmarks/nodes_goodput.py [--nodes 4] [--minutes 15] [--kill 60] [--back 20]
-        [--link 100mbit,delay=40ms,loss=1%] [--form int4] [--every 50] [--step 0.05] [--json FILE]
+        [--link 100mbit,delay=40ms,loss=1%] [--form int4] [--every 50] [--overlap 0] [--step 0.05]
+        [--json FILE]
 
 Simulated nodes of one rank (`evener lab`) train a small GPT, and the hub is on a node of its own. A
 step lasts --step seconds, whatever its arithmetic takes: the rest is slept, as a host sleeps while
 its GPU computes, because all nodes share this machine's cores. Steps count that came into an
-average. Goodput is these, over the time that processes of nodes lived times the rate of one node
-when all train side by side without a hub; `ideal` takes the rate of steps that last --step, which
-a busy machine does not reach. A node lives from the start of its process to its kill.
-It is forked from a process that has imported torch. After the last kill the nodes end with the
-next round. Every node notes a digest of its weights after each exchange; those of a round must be
-equal. The pause is what the step lasts longer in which an exchange is.
+average, as the hub says. Goodput is these, over the time that processes of nodes lived times the
+rate of a node that trains beside them without a hub; `of_alone` takes the rate of one when all
+trained so before, and `ideal` that of steps that last --step, which a busy machine does not reach.
+A node lives from the start of its process to its kill. It is forked from a process that has
+imported torch. At the end all nodes end their round and leave. Every node notes a digest of the
+shared weights after each exchange; those of a round must be equal. The pause is what a step lasts
+longer at whose end an exchange is over: it waits for it, with overlap for what is left of it.
+
+`lost` is what `ideal` lacks, in shares of the time. kills: what killed nodes had done that is in no
+average. joining: from the start of a process to its first step. pauses: steps at whose ends an
+exchange begins or is over. late: steps that lasted longer than --step.
 """
 
 from __future__ import annotations
@@ -67,7 +73,10 @@ def be_a_host(modules: Sequence[str], act: Callable[..., None]) -> None:
 
 
 def be_a_node(given: argparse.Namespace, folder: str, variables: dict[str, str]) -> None:
-    """Train until killed; write a line for each exchange, or for each step without a hub."""
+    """Train until killed, or until `folder`/end is there; write a line for each exchange, or for
+    each step without a hub.
+    """
+    began = time.monotonic()
     os.environ.update(variables, GLOO_SOCKET_IFNAME="lo", EVENER_LOG="warning")
     import torch
     import torch.distributed as dist
@@ -85,13 +94,23 @@ def be_a_node(given: argparse.Namespace, folder: str, variables: dict[str, str])
     net = GPT(Shape(layers=2, heads=2, width=64, symbols=128, context=16))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     model: Any = DistributedDataParallel(net)
-    if "EVENER_HUB" in variables:
-        model = accelerate(model, optimizer, every=given.every, mode=given.form)
+    hub = "EVENER_HUB" in variables
+    if hub:
+        how = {"every": given.every, "overlap": given.overlap, "mode": given.form}
+        model = accelerate(model, optimizer, **how)
     generator = torch.Generator().manual_seed(seed)
-    round_ = model.evener.rounds if "EVENER_HUB" in variables else 0
+    round_ = model.evener.rounds if hub else 0
     since, due = 0, time.monotonic()
-    path = Path(folder) / f"{given.node}-{seed}"
-    with path.open("a", buffering=1, encoding="utf-8") as file:
+    path, told = Path(folder) / f"{given.node}-{seed}", Path(folder).parent / "told"
+
+    def note(what: str, seconds: float) -> None:
+        with (told / f"{given.node}-{seed}").open("a", encoding="utf-8") as noted:
+            noted.write(f"{what} {seconds:.4f} {given.node}\n")
+
+    with (
+        path.open("a", buffering=1, encoding="utf-8") as file,
+        (told / f"{given.node}-{seed}.steps").open("ab", buffering=0) as steps,
+    ):
         while True:
             x = torch.randint(128, (2, 16), generator=generator)
             loss = cross_entropy(model(x).flatten(0, 1), x.flatten())
@@ -100,31 +119,48 @@ def be_a_node(given: argparse.Namespace, folder: str, variables: dict[str, str])
             due = max(due + given.step, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
             since += 1
-            began = time.monotonic()
+            at = time.monotonic()
             optimizer.step()  # an exchange is in here
-            if "EVENER_HUB" not in variables:
+            took = time.monotonic() - at
+            if not hub:
                 file.write("step\n")
-            elif model.evener.rounds != round_:
-                pause = time.monotonic() - began
-                counted = since if model.evener.rounds == round_ + 1 else 0
-                round_, since = model.evener.rounds, 0
-                bits = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-                digest = hashlib.sha256(bits).hexdigest()[:16]
-                file.write(f"{round_} {counted} {digest} {pause:.3f}\n")
+                continue
+            if not steps.tell():
+                note("joining", at - began - given.step)
+            steps.write(b".")
+            rounds = model.evener
+            if rounds.since == 0 or rounds.rounds != round_:  # it began, or ended
+                due += took
+                note("pause", took)
+            if rounds.rounds != round_:
+                counted = since - rounds.since if rounds.rounds == round_ + 1 else 0
+                round_, since = rounds.rounds, rounds.since
+                file.write(f"{round_} {counted} {digest_of(rounds.state_dict())} {took:.3f}\n")
+            if (Path(folder).parent / "end").exists():
+                rounds.end_round()
+                rounds.leave()
+                note("done", 0.0)
+                signal.pause()
+
+
+def digest_of(state: dict[str, Any]) -> str:
+    """Of the shared weights."""
+    bits = b"".join(value.numpy().tobytes() for value in state["shared"].values())
+    return hashlib.sha256(bits).hexdigest()[:16]
 
 
 class Nodes:
     """Simulated nodes, the processes that live on them, and for how long they did."""
 
-    def __init__(self, lab: Lab, argv: Sequence[str]) -> None:
+    def __init__(self, lab: Lab, argv: Sequence[str], beside: bool = False) -> None:
         """`argv` and `--node NAME`: a program that is `be_a_host`; all is imported at the return.
-        The lab's last node is left to a hub.
+        The lab's last node is left to a hub. `beside`: one on that node instead.
         """
         self.own: dict[str, dict[str, str]] = {}  # variables of one node alone
         self.live: dict[str, float] = {}
         self.lived = 0.0
         self.hosts: dict[str, subprocess.Popen[str]] = {}
-        for node in lab.nodes[:-1]:
+        for node in lab.nodes[-1:] if beside else lab.nodes[:-1]:
             self.hosts[node.name] = node.popen(
                 [*argv, "--node", node.name],
                 stdin=subprocess.PIPE,
@@ -159,7 +195,8 @@ class Nodes:
 
 def lines(folder: Path) -> list[list[str]]:
     """What the nodes wrote."""
-    texts = [file.read_text(encoding="utf-8") for file in sorted(folder.iterdir())]
+    files = (file for file in sorted(folder.iterdir()) if not file.suffix)
+    texts = [file.read_text(encoding="utf-8") for file in files]
     return [line.split() for text in texts for line in text.splitlines()]
 
 
@@ -179,13 +216,27 @@ def rate_alone(nodes: Nodes, folder: Path) -> float:
 
 
 @contextlib.contextmanager
+def beside(lab: Lab, argv: Sequence[str], folder: Path) -> Iterator[list[float]]:
+    """A node trains without a hub meanwhile; its steps per second, afterwards."""
+    one, rates = Nodes(lab, argv, beside=True), list[float]()
+    (name,) = one.hosts
+    one.start(name, folder, {})
+    while (before := len(lines(folder))) < 20:
+        time.sleep(0.2)
+    began = time.monotonic()
+    yield rates
+    rates.append((len(lines(folder)) - before) / (time.monotonic() - began))
+    one.kill(name)
+
+
+@contextlib.contextmanager
 def hub_of(lab: Lab, folder: Path) -> Iterator[dict[str, str]]:
     """A hub on the lab's last node; what a node needs to join it. What it says: folder/hub.log."""
     host, token = lab.nodes[-1], folder / "token"
     argv = [sys.executable, "-m", "evener", "hub", "--listen", f"0.0.0.0:{PORT}"]
     argv += ["--token-file", str(token), "--nodes", str(len(lab.nodes) - 1), "--min-nodes", "2"]
     with (folder / "hub.log").open("w+", encoding="utf-8") as log:
-        hub = host.popen(argv, stderr=log)
+        hub = host.popen(argv, stderr=log, env={"EVENER_STATS_DIR": str(folder / "stats")})
         while "listening" not in (folder / "hub.log").read_text(encoding="utf-8"):
             if hub.poll() is not None:
                 raise SystemExit("error: the hub has ended")
@@ -205,6 +256,7 @@ def main() -> None:
     parser.add_argument("--back", type=float, default=20, help="seconds until it is back")
     parser.add_argument("--step", type=float, default=0.05, help="seconds per step")
     parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--overlap", type=int, default=0)
     parser.add_argument("--form", default="exact")
     parser.add_argument("--link", default="none", help="as evener lab run has it")
     parser.add_argument("--seed", type=int, default=1)
@@ -218,26 +270,56 @@ def main() -> None:
         Lab(Spec.parse(f"{given.nodes + 1}x1@{given.link}"), keep=[name]) as lab,
     ):
         folder = Path(name)
-        for part in ("alone", "written"):
+        for part in ("alone", "beside", "written", "told"):
             (folder / part).mkdir()
-        words = harness.arguments_of(given, "every", "form", "step")
-        nodes = Nodes(lab, [sys.executable, str(Path(__file__).resolve()), *words])
-        rate = rate_alone(nodes, folder / "alone")
-        print(f"one node: {rate:.2f} steps/s", flush=True)
-        with hub_of(lab, folder) as variables:
-            found = run(given, nodes, folder / "written", variables)
+        words = harness.arguments_of(given, "every", "overlap", "form", "step")
+        argv = [sys.executable, str(Path(__file__).resolve()), *words]
+        nodes = Nodes(lab, argv)
+        alone = rate_alone(nodes, folder / "alone")
+        print(f"one node: {alone:.2f} steps/s", flush=True)
+        with hub_of(lab, folder) as variables, beside(lab, argv, folder / "beside") as rates:
+            found = run(given, nodes, folder / "written", variables, folder / "end")
         said = (folder / "hub.log").read_text(encoding="utf-8").splitlines()
-    share = found["counted"] / found["lived"]
-    figures = {**found, "rate": rate, "goodput": share / rate, "ideal": share * given.step}
+        found["counted"] = averaged(folder / "stats")
+        found["lost"] = lost(folder / "told", found["counted"], found["lived"], given.step)
+    share, rate = found["counted"] / found["lived"], rates[0]
+    found |= {"alone": alone, "rate": rate, "goodput": share / rate, "ideal": share * given.step}
+    figures = {**found, "of_alone": share / alone}
     harness.keep(given, **figures, hub=said[-60:])
     shown = ["kills", "rounds", "pause", "lived", "rate", "goodput", "ideal", "differing"]
     print(harness.show(["", *shown], [["", *(figures[name] for name in shown)]]))
+    print(" ".join(f"{name} {share:.3f}" for name, share in found["lost"].items()))
+
+
+def averaged(stats: Path) -> int:
+    """Steps that came into an average, as the hub says."""
+    (record,) = stats.glob("hub-*.json")
+    return int(json.loads(record.read_text(encoding="utf-8"))["hub"]["averaged"])
+
+
+def lost(told: Path, counted: int, lived: float, step: float) -> dict[str, float]:
+    """Why of the time `lived` not all went into steps that counted."""
+    taken = sum(file.stat().st_size for file in told.glob("*.steps"))
+    noted = [line for line in lines(told) if line[0] in ("joining", "pause")]
+    shares = {
+        "kills": (taken - counted) * step / lived,
+        "joining": sum(float(at) for what, at, _ in noted if what == "joining") / lived,
+        "pauses": sum(float(at) for what, at, _ in noted if what == "pause") / lived,
+    }
+    return {**shares, "late": 1 - counted * step / lived - sum(shares.values())}
 
 
 def run(
-    given: argparse.Namespace, nodes: Nodes, folder: Path, variables: dict[str, str]
+    given: argparse.Namespace,
+    nodes: Nodes,
+    folder: Path,
+    variables: dict[str, str],
+    ends: Path | None = None,
 ) -> dict[str, Any]:
-    """Start all nodes, kill and start as `given` says, and count what they wrote into `folder`."""
+    """Start all nodes, kill and start as `given` says, and count what they wrote into `folder`.
+
+    `ends`: a file that tells them to end; else each ends with its next exchange.
+    """
     for name in nodes.hosts:
         nodes.start(name, folder, variables)
     chance, began, kills = random.Random(given.seed), time.monotonic(), 0
@@ -255,13 +337,18 @@ def run(
             back.remove((at, name))
             nodes.start(name, folder, variables)
         time.sleep(0.1)
-    exchanges = len(lines(folder))
-    while len(lines(folder)) < exchanges + len(nodes.live):
+    exchanges = len(lines(folder)) + len(nodes.live)
+    if ends is not None:
+        ends.touch()
+    while nodes.live:
         if time.monotonic() > end + LONGEST_ROUND:
             raise SystemExit(f"error: no round has ended within {LONGEST_ROUND:.0f} s")
+        over = set(nodes.live) if ends is None and len(lines(folder)) >= exchanges else set()
+        if ends is not None:
+            over = {line[2] for line in lines(folder.parent / "told") if line[0] == "done"}
+        for name in over & set(nodes.live):
+            nodes.kill(name)
         time.sleep(0.05)
-    for name in list(nodes.live):
-        nodes.kill(name)
     written = lines(folder)
     digests = collections.defaultdict(set)
     for round_, _, digest, _ in written:

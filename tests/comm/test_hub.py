@@ -22,64 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from evener.comm.errors import CommError
 from evener.comm.hub import client, frames, server
 from evener.comm.hub.client import Place, address, promise
-from evener.comm.hub.rounds import NodeRounds
 from evener.comm.hub.token import Token, of_server
 from evener.comm.options import Options
 from evener.ddp import accelerate, data_shard
 from evener.errors import EvenerError, UsageError
 from tests import worlds
-from tests.hubs import LiveHub, token_file, until
-
-OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
-
-
-class Node:
-    """A model of one rank that is a node, in this process."""
-
-    def __init__(self, hub: LiveHub, name: str, seed: int = 0, width: int = 6, **how: Any) -> None:
-        torch.manual_seed(seed)
-        self.net = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
-        self.place = hub.place(name)
-        options = Options(**{"every": 1000, "timeout": 20.0, **OUTER, **how})
-        self.rounds = NodeRounds(list(self.net.named_parameters()), self.net, options)
-
-    def begin(self) -> None:
-        self.rounds.begin(self.place)
-
-    @torch.no_grad()
-    def step(self, by: float = 0.01) -> None:
-        for parameter in self.net.parameters():
-            parameter.add_(by)
-        self.rounds.stepped()
-
-    def bits(self) -> list[float]:
-        tensors = [*self.net.parameters(), *self.net.buffers()]
-        return torch.cat([tensor.detach().float().flatten() for tensor in tensors]).tolist()
-
-    def die(self) -> None:
-        """As a killed process: its connection ends, and nothing follows."""
-        link: Any = self.rounds._link
-        link.refused = UsageError("dead", "")
-        link.again()
-
-
-def together(*acts: Callable[[], Any]) -> None:
-    """Run all at once, as nodes do; raises what one of them raised."""
-    errors: list[Exception] = []
-
-    def run(act: Callable[[], Any]) -> None:
-        try:
-            act()
-        except (EvenerError, AssertionError) as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(act,)) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+from tests.hubs import OUTER, LiveHub, Node, together, token_file, until
 
 
 def _alone(function: str) -> None:
@@ -116,7 +64,7 @@ def comes_and_goes() -> None:
         c.begin()
         assert c.rounds.rounds == 2 and c.rounds.steps == 2
         c.step()
-        c.rounds.exchange()
+        c.rounds.end_round()  # unless the hub has called it in its step already
         waits.join()
         assert a.bits() == c.bits() and c.rounds.rounds == 3
         a.step()
@@ -164,6 +112,7 @@ def other_programs_are_refused() -> None:
         for how, said in (
             ({"width": 7}, "parameter 0.weight = torch.float32 6x4, this one has torch.float32 7"),
             ({"every": 5}, "every = 1000, this one has 5"),
+            ({"overlap": 4}, "overlap = 0, this one has 4"),
             ({"wire": "int8"}, "form = exact, this one has int8"),
             ({"outer_lr": 0.5}, "outer_lr = 0.7, this one has 0.5"),
         ):
@@ -278,12 +227,12 @@ def test_nodes(case: Callable[[], None]) -> None:
     _alone(case.__name__)
 
 
-def _two_ranks(rank: int, size: int, variables: dict[str, str]) -> Any:
+def _two_ranks(rank: int, size: int, variables: dict[str, str], overlap: int) -> Any:
     os.environ.update(variables)
     torch.manual_seed(rank)
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    model: Any = accelerate(DistributedDataParallel(net), optimizer, every=3)
+    model: Any = accelerate(DistributedDataParallel(net), optimizer, every=3, overlap=overlap)
     for step in range(8):
         generator = torch.Generator().manual_seed(10 * step + rank)
         model(torch.randn(5, 4, generator=generator)).square().mean().backward()
@@ -297,7 +246,8 @@ def _two_ranks(rank: int, size: int, variables: dict[str, str]) -> Any:
     return bits, steps, shards, size
 
 
-def test_ranks_of_a_node_stay_equal_and_their_gradients_are_averaged_in_every_step() -> None:
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_ranks_of_a_node_stay_equal_and_gradients_are_averaged_in_every_step(overlap: int) -> None:
     hub = LiveHub(slots=3)
     try:
         variables = {
@@ -305,7 +255,9 @@ def test_ranks_of_a_node_stay_equal_and_their_gradients_are_averaged_in_every_st
             "EVENER_HUB_TOKEN": token_file().read_text(encoding="utf-8"),
             "EVENER_HUB_SLOT": "1/3",
         }
-        (one, steps, first, _), (two, _, second, _) = worlds.run([2], _two_ranks, variables)
+        (one, steps, first, _), (two, _, second, _) = worlds.run(
+            [2], _two_ranks, variables, overlap
+        )
         assert one == two and steps == (8, 3, 0)
         assert (first, second) == ((1, 6), (4, 6))
     finally:
@@ -325,7 +277,7 @@ def _fails(_rank: int, _size: int, variables: dict[str, str]) -> str:
 def test_all_ranks_of_a_node_hear_why_it_was_refused() -> None:
     hub = LiveHub()
     try:
-        other, _ = of_server(token_file("other"))
+        other = Token.read(token_file("other"))
         mine = Token.read(token_file())
         tokens = {
             "has another token": Token(mine.certificate, "guessed").text,

@@ -33,7 +33,6 @@ def launch(*words: str) -> str:
         ([*LOCAL, "--join", "a:1", "--min-nodes", "1", "-np", "2"], "were both given"),
         ([*LOCAL, "--token-file", "t", "-np", "2"], "--token-file is for"),
         ([*LOCAL, "--join", "a:1", "-np", "2"], "needs the hub's token"),
-        ([*LOCAL, "--min-nodes", "1", "--overlap", "2", "-np", "2"], "--overlap and --min-nodes"),
         (["--ddp", "--every", "auto", "--min-nodes", "1", "-np", "2"], "--every auto"),
         ([*LOCAL, "--min-nodes", "1", "--mpi", "-np", "2"], "each node is a job of its own"),
         ([*LOCAL, "--min-nodes", "3", "-H", "a:1,b:1"], "--min-nodes 3, and 2 hosts"),
@@ -99,12 +98,30 @@ def test_a_node_that_fails_is_started_again_and_given_up_when_it_fails_at_its_st
 def test_options_reach_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(nodes, "start", lambda asked, hosts: seen.append((asked, hosts)))
-    given = [*LOCAL, "--min-nodes", "1", "-H", "a:2", "--floor", "int8", "-x", "A=1", "--no-watch"]
+    given = [
+        *LOCAL,
+        "--min-nodes",
+        "1",
+        "-H",
+        "a:2",
+        "--overlap",
+        "2",
+        "--floor",
+        "int8",
+        "-x",
+        "A=1",
+        "--no-watch",
+    ]
     CliRunner().invoke(evener, ["launch", *given, "python", "x.py"], catch_exceptions=False)
     ((asked, hosts),) = seen
     words = nodes._words(asked, "h:1", tmp_path / "t")
     assert hosts == [Host("a", 2)]
     assert words[:5] == ["--no-config", "--ddp", "--every", "8", "--join"]
-    for pair in (("--floor", "int8"), ("-x", "A=1"), ("--token-file", str(tmp_path / "t"))):
+    for pair in (
+        ("--overlap", "2"),
+        ("--floor", "int8"),
+        ("-x", "A=1"),
+        ("--token-file", str(tmp_path / "t")),
+    ):
         assert words[words.index(pair[0]) + 1] == pair[1]
     assert "--no-watch" in words and "--min-nodes" not in words

@@ -5,7 +5,8 @@ The reference has plain modules, one for each node, and shared weights. It is to
 in the order of slots, weighted by steps, in a form as its codec's definition has it. Evener's side
 is a hub and nodes that talk over TLS. All weights and buffers must be equal bit for bit after each
 action, whatever happened: deaths before and after a change was sent, torn messages, nodes that are
-silent for a round, wrong bits, births in the middle, a hub that is killed and started again.
+silent for a round, wrong bits, births in the middle, a hub that is killed and started again. With
+overlap a round ends while its nodes go on, and they take its average some steps later.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from evener.comm.codecs import int4, int8
-from evener.comm.hub import frames, server, shared
-from evener.comm.hub.membership import Claim, Membership
+from evener.comm.hub import frames
 from evener.comm.hub.rounds import NodeRounds
-from evener.comm.hub.shared import Form, Shared
 from evener.comm.options import Options
 from evener.errors import EvenerError, UsageError
 from tests.hubs import LiveHub, until
+from tests.twins._nodes_faults import FAULTS
 from tests.twins._ranks import Ranks, Switch
 from tests.twins.harness import Program, Twin
 
@@ -78,8 +78,10 @@ class Trainee:
 
 class Plain(Trainee):
     """A node of the reference. `behind`: its next step is for nothing, and the shared weights
-    follow.
+    follow. `sent`: weights, buffers and steps of the change that is on its way.
     """
+
+    sent: tuple[list[torch.Tensor], list[torch.Tensor], int] | None = None
 
     def __init__(self, program: Program, seed: int) -> None:
         super().__init__(program, seed)
@@ -105,12 +107,25 @@ class Reference:
             parameter.copy_(weight)
         for buffer, value in zip(node.floats(), self.buffers, strict=True):
             buffer.copy_(value)
-        node.since, node.behind = 0, False
+        node.since, node.behind, node.sent = 0, False, None
         node.residual.zero_()
 
     @torch.no_grad()
-    def change(self, node: Plain, slot: int) -> list[torch.Tensor]:
-        pairs = zip(self.weights, node.net.parameters(), strict=True)
+    def land(self, node: Plain) -> None:
+        """Of the node's own way, what it went since it sent remains."""
+        if node.sent is None:
+            return
+        for parameter, weight, sent in zip(
+            node.net.parameters(), self.weights, node.sent[0], strict=True
+        ):
+            parameter.copy_(weight + (parameter.float() - sent.float()))
+        for buffer, value in zip(node.floats(), self.buffers, strict=True):
+            buffer.copy_(value)
+        node.sent = None
+
+    @torch.no_grad()
+    def change(self, node: Plain, weights: list[torch.Tensor], slot: int) -> list[torch.Tensor]:
+        pairs = zip(self.weights, weights, strict=True)
         parts = [w.to(p.dtype).float() - p.float() for w, p in pairs]
         return self.coded(parts, node.residual, (self.round, slot))
 
@@ -146,17 +161,19 @@ class Reference:
         return found
 
     @torch.no_grad()
-    def close(self, counted: list[tuple[tuple[int, int], Plain]], there: list[Plain]) -> None:
-        """A round ends: changes of `counted`, by slot and number; those `there` go on from it."""
+    def close(self, counted: list[tuple[tuple[int, int], Plain]]) -> None:
+        """A round ends: changes of `counted`, by slot and number."""
         total = [torch.zeros_like(w) for w in self.weights]
         buffers = [torch.zeros_like(b, dtype=torch.float32) for b in self.buffers]
         steps = 0
         for (slot, _), node in sorted(counted, key=lambda each: each[0]):
-            for into, part in zip(total, self.change(node, slot), strict=True):
-                into += part * node.since
-            for into, value in zip(buffers, node.floats(), strict=True):
-                into += value.float() * node.since
-            steps += node.since
+            assert node.sent is not None
+            weights, own, count = node.sent
+            for into, part in zip(total, self.change(node, weights, slot), strict=True):
+                into += part * count
+            for into, value in zip(buffers, own, strict=True):
+                into += value.float() * count
+            steps += count
         mean = self.coded([part / steps for part in total], self.residual, (self.round, -1))
         self.buffers = [b / steps for b in buffers]
         lr, mu = self.program["lr"], self.program["momentum"]
@@ -164,10 +181,6 @@ class Reference:
             momentum.copy_(mu * momentum + part)
             weight.copy_(weight - lr * (part + mu * momentum))
         self.round += 1
-        for node in there:
-            kept = node.residual.clone()
-            self.take(node)
-            node.residual.copy_(kept)
 
 
 class Node:
@@ -176,8 +189,10 @@ class Node:
     def __init__(self, program: Program, hub: LiveHub, name: str, seed: int) -> None:
         self.name, self.plain = name, Plain(program, seed)
         self.ours = Trainee(program, seed)
+        self.overlap = program["overlap"]
         options = Options(
             every=10**6,
+            overlap=self.overlap,
             timeout=30.0,
             wire=program["form"],
             outer_lr=program["lr"],
@@ -196,10 +211,46 @@ class Node:
     def step(self, reference: Reference) -> None:
         self.ours.step()
         self.rounds.stepped()
+        if self.overlap and self.plain.behind:
+            until(lambda: (self.hear(), self.has(reference))[1], "it takes the shared weights")
+        elif self.rounds._said == self.link.session > self.rounds._entered:
+            until(lambda: not self.link.events.empty(), "the hub answers")
+            self.hear()
         self.plain.step()
         self.plain.since += 1
         if self.plain.behind:
             reference.take(self.plain)
+        elif self.plain.since >= self.overlap:
+            reference.land(self.plain)
+
+    def has(self, reference: Reference) -> bool:
+        """Whether it has the shared weights of this round."""
+        return bool(self.rounds._shared.round == reference.round)
+
+    def hear(self) -> None:
+        """What the end of a step would have it hear and say."""
+
+        def act() -> None:
+            self.rounds._handle()
+            self.rounds._say()
+
+        self.rounds._lead(act)
+
+    def depart(self, reference: Reference) -> None:
+        """Send a change, which is of no round yet."""
+        reference.land(self.plain)
+        parameters = [p.detach().clone() for p in self.plain.net.parameters()]
+        buffers = [b.clone() for b in self.plain.floats()]
+        self.plain.sent, self.plain.since = (parameters, buffers, self.plain.since), 0
+
+    def departs(self) -> None:
+        """As a step of Evener's, after which it is time."""
+
+        def act() -> None:
+            self.rounds._land()
+            self.rounds._depart()
+
+        self.rounds._lead(act)
 
     def die(self) -> None:
         self.link.refused = UsageError("killed", "")
@@ -284,11 +335,13 @@ class Job:
     def do_leave(self, which: int) -> None:
         if len(self.nodes) > 1:
             node = self.nodes.pop(which % len(self.nodes))
+            self.hear()
             node.rounds.close()
             until(lambda: self.member(node) is None, "it leaves")
 
     def do_blip(self, which: int) -> None:
         """A connection ends and comes back."""
+        self.hear()
         node = self.nodes[which % len(self.nodes)]
         session = node.link.session
         node.link.again()
@@ -296,6 +349,7 @@ class Job:
 
     def do_hub(self) -> None:
         """The hub is killed and started again."""
+        self.hear()
         self.hub.stop()
         self.hub = LiveHub(min(self.least, len(self.nodes)), 3, self.hub.port)
         until(lambda: all(self.place(node) == "guest" for node in self.nodes), "all are back")
@@ -306,7 +360,20 @@ class Job:
         claim = self.hub.membership.shared
         return claim is not None and claim.round == self.plain.round
 
-    def do_round(self, steps: list[int], which: int, fault: str) -> None:
+    def hear(self) -> None:
+        """All that are in a round hear that it has ended."""
+        for node in self.nodes:
+            if node.plain.sent is not None:
+                until(lambda n=node: (n.hear(), n.has(self.plain))[1], "it hears of a round")
+
+    def do_land(self) -> None:
+        """Before a checkpoint: nothing is on its way any more."""
+        for node in self.nodes:
+            if node.plain.sent is not None:
+                self.plain.land(node.plain)
+                node.rounds.land()
+
+    def do_round(self, steps: list[int], which: int, fault: str, waits: bool) -> None:
         while len(self.nodes) < self.hub.membership.need:
             self.do_birth()
         alone = len(self.nodes) == 1
@@ -323,66 +390,103 @@ class Job:
         acting, waiting = list(there), []
         if not takes_part or alone:
             fault = ""
-        if fault in ("dies", "dies late", "silent") and not enough:
+        if fault in ("dies", "dies late", "silent", "misses") and not enough:
             fault = ""
         if len([n for n in there if n is not victim]) < self.hub.membership.need:
             fault = fault if fault in ("torn", "again") else ""
+        behind = bool(self.program["overlap"]) and not waits
+        for node in there:
+            if not (node is victim and fault in ("dies", "silent")):
+                node.depart(self.plain)
         if fault == "dies":
             victim.die()
             until(lambda: self.member(victim) is None, "the hub sees the death")
             counted.discard(victim.name)
         elif fault == "dies late":
-            waiting.append(self._ahead(victim, dies=True))
-            until(lambda: self.member(victim).brought is not None, "its change is there")
+            waiting += self._ahead(victim, behind, dies=True)
+            until(lambda: self._brought(victim), "its change is there")
             slots[victim.name] = self.slot(victim)
             victim.die()
             until(lambda: self.member(victim) is None, "the hub sees the death")
         elif fault == "again":
-            waiting.append(self._ahead(victim))
-            until(lambda: self.member(victim).brought is not None, "its change is there")
+            waiting += self._ahead(victim, behind)
+            until(lambda: self._brought(victim), "its change is there")
             victim.link.again()
             until(lambda: victim.link.session == self._session + 1, "it is back")
-            until(lambda: getattr(self.member(victim), "brought", None), "its change came again")
+            until(lambda: self._brought(victim, behind), "its change came again")
         elif fault == "torn":
             with mock.patch.object(frames, "write", _torn(victim, frames.write)):
-                waiting.append(self._ahead(victim))
+                waiting += self._ahead(victim, behind)
                 until(lambda: victim.link.session == self._session + 1, "it is back")
-            until(lambda: getattr(self.member(victim), "brought", None), "it came whole")
+            until(lambda: self._brought(victim, behind), "it came whole")
+        elif fault == "misses":
+            waiting += self._ahead(victim, True)
+            until(lambda: self._brought(victim), "its change is there")
+            slots[victim.name] = self.slot(victim)
+            self._silence(victim)
         elif fault == "digest":
+            self.hear()
             victim.rounds._shared.momentum.view(torch.int32)[0] ^= 1
-            victim.rounds.exchange()
+            if behind:
+                victim.departs()
+                until(lambda: (victim.hear(), not victim.rounds._flight)[1], "it is left out")
+            else:
+                victim.rounds.exchange()
             counted.discard(victim.name)
             self.plain.take(victim.plain)
         elif fault == "silent":
             self._silence(victim)
             counted.discard(victim.name)
-        acting = [n for n in there if n.name in counted and not (n is victim and waiting)]
+        apart = fault in ("dies late", "again", "torn", "misses")
+        acting = [n for n in there if n.name in counted and not (n is victim and apart)]
         if not counted:
             return
         slots |= {node.name: self.slot(node) for node in acting}
         slots |= {victim.name: self.slot(victim)} if fault in ("torn", "again") else {}
-        self.together([node.rounds.exchange for node in acting])
+        if behind:
+            for node in acting:
+                node.departs()
+        else:
+            self.together([node.rounds.exchange for node in acting])
         for thread in waiting:
             thread.join(60)
             assert not thread.is_alive(), "an exchange hangs"
+        if behind:  # also where nobody waits for it
+            until(lambda: self._ends(acting), "the round ends")
+        self.plain.close([(slots[n.name], n.plain) for n in there if n.name in counted])
         if fault in ("dies", "dies late"):
             self.nodes.remove(victim)
-        there = [n for n in self.nodes if n.name in counted]
-        changes = [
-            (slots[n.name], n.plain)
-            for n in [*self.nodes, *([victim] if fault == "dies late" else [])]
-            if n.name in counted
-        ]
-        self.plain.close(changes, [n.plain for n in there])
         for node in self.nodes:
             if node.name not in counted:
-                node.plain.behind = True
+                node.plain.behind, node.plain.sent = True, None
+            elif not behind:
+                self.plain.land(node.plain)
         if fault == "silent":
             self._speak(victim)
+        elif fault == "misses":
+            self._speak(victim)
+            until(lambda: (victim.hear(), not victim.rounds._flight)[1], "it takes the weights")
+            self.plain.take(victim.plain)
 
-    def _ahead(self, node: Node, dies: bool = False) -> threading.Thread:
-        """Its exchange, begun before those of the others."""
+    def _ends(self, acting: list[Node]) -> bool:
+        """Whether the round has ended while these go on."""
+        for node in acting:
+            node.hear()
+        shared = self.hub.membership.shared
+        return shared is not None and shared.round > self.plain.round
+
+    def _brought(self, node: Node, hears: bool = False) -> bool:
+        """Whether its change is at the hub. `hears`: it takes steps meanwhile."""
+        if hears:
+            node.hear()
+        return getattr(self.member(node), "brought", None) is not None
+
+    def _ahead(self, node: Node, behind: bool, dies: bool = False) -> list[threading.Thread]:
+        """Its exchange, begun before those of the others. `behind`: it goes on at once."""
         self._session = node.link.session
+        if behind:
+            node.departs()
+            return []
 
         def run() -> None:
             with contextlib.suppress(EvenerError) if dies else contextlib.nullcontext():
@@ -390,7 +494,7 @@ class Job:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        return thread
+        return [thread]
 
     def _silence(self, node: Node) -> None:
         """Nothing is heard of it, and it cannot connect."""
@@ -446,87 +550,14 @@ def run(_rank: int, _size: int, program: Program, fault: str) -> None:
     with FAULTS[fault]() if fault else contextlib.nullcontext():
         job = Job(program)
         try:
-            for kind, *given in [*program["steps"], ["round", [1] * MOST, 0, ""]]:
+            last = [["round", [1] * MOST, 0, "", False], ["land"]]
+            for kind, *given in [*program["steps"], *last]:
                 getattr(job, f"do_{kind}")(*given)
                 job.compare()
         finally:
             job.end()
 
 
-# --- Faults ---------------------------------------------------------------------------------------
-
-
-def _put(target: Any, name: str, value: Any) -> Callable[[], Any]:
-    return lambda: mock.patch.object(target, name, value)
-
-
-def _heavy_ball(self: Any, mean: Any, buffers: Any, outer: Any) -> None:
-    self.momentum.mul_(outer.momentum).add_(mean)
-    self.weights.sub_(self.momentum.mul(outer.lr) if outer.momentum else mean.mul_(outer.lr))
-    self.buffers.copy_(buffers)
-    self.round += 1
-
-
-def _alike(form: Any, brought: Any, average: Any = shared.average) -> Any:
-    return average(form, [(raw, 1) for raw, _ in brought])
-
-
-def _any_order(form: Any, brought: Any, average: Any = shared.average) -> Any:
-    return average(form, list(brought)[::-1])
-
-
-def _first_buffers(form: Any, brought: Any, average: Any = shared.average) -> Any:
-    brought = list(brought)
-    mean, _, *more = average(form, brought)
-    return mean, form.read(brought[0][0])[1], *more
-
-
-def _forgets(self: Any, member: Any) -> None:
-    del self.members[member.number]
-    member.place = "gone"
-
-
-def _twice(self: Any, number: int, *given: Any, brings: Any = Membership.brings) -> bool:
-    left = dict(self.left)
-    counted = bool(brings(self, number, *given))
-    self.left.update(left)
-    return counted
-
-
-def _without_residual(
-    self: Any, change: Any, buffers: Any, residual: Any, key: Any, write: Any = Form.write
-) -> Any:
-    found = write(self, change, buffers, residual, key)
-    if residual is not None:
-        residual.zero_()
-    return found
-
-
-def _still_counts(self: Any, event: Any, take: Any = NodeRounds._take) -> None:
-    since = self.since
-    take(self, event)
-    self.since = since
-
-
-def _kept_back(self: Any, event: Any, take: Any = NodeRounds._take) -> None:
-    residual = None if self._residual is None else self._residual.clone()
-    take(self, event)
-    if residual is not None:
-        self._residual.copy_(residual)
-
-
-FAULTS: dict[str, Callable[[], Any]] = {
-    "momentum is not Nesterov's": _put(Shared, "step", _heavy_ball),
-    "all changes count alike": _put(server, "average", _alike),
-    "changes are added in another order": _put(server, "average", _any_order),
-    "buffers are one node's": _put(server, "average", _first_buffers),
-    "a dead node's change is forgotten": _put(Membership, "_goes", _forgets),
-    "a change that comes again counts twice": _put(Membership, "brings", _twice),
-    "digests are not compared": _put(Shared, "claim", property(lambda self: Claim(self.round, 0))),
-    "what rounding left out is forgotten": _put(Form, "write", _without_residual),
-    "steps before a return count": _put(NodeRounds, "_take", _still_counts),
-    "what rounding left out outlives a return": _put(NodeRounds, "_take", _kept_back),
-}
 _switch = Switch()
 _world = functools.cache(lambda: Ranks(1, timeout=120))
 
@@ -542,13 +573,15 @@ _round = st.tuples(
     st.just("round"),
     _steps,
     _which,
-    st.sampled_from(["", "", "dies", "dies late", "again", "torn", "digest", "silent"]),
+    st.sampled_from(["", "", "dies", "dies late", "again", "torn", "misses", "digest", "silent"]),
+    st.booleans(),
 ).map(list)
 ACTIONS = st.one_of(
     _round,
     _round,
     _round,
     _round,
+    st.just(["land"]),
     st.just(["birth"]),
     st.tuples(st.just("leave"), _which).map(list),
     st.tuples(st.just("blip"), _which).map(list),
@@ -563,6 +596,7 @@ PROGRAMS = st.fixed_dictionaries(
         "optimizer": st.sampled_from(["sgd", "adamw"]),
         "lr": st.sampled_from([0.7, 1.0, 0.5]),
         "momentum": st.sampled_from([0.9, 0.9, 0.0]),
+        "overlap": st.sampled_from([0, 1, 2, 4]),
         "form": st.sampled_from(["exact", "exact", "bf16", "fp16", "int8", "int4"]),
         "least": st.integers(1, 2),
         "nodes": st.integers(1, 3),

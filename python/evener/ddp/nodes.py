@@ -54,9 +54,8 @@ def start(
     `optimizers`: all that step it. Raises UsageError for what cannot be or what the hub refuses,
     CommError where the hub does not answer.
     """
-    if options.auto or options.overlap:
-        what = "every='auto'" if options.auto else f"overlap={options.overlap}"
-        raise UsageError(f"{what} and a hub: nodes wait for each exchange", "give every=N alone")
+    if options.auto:
+        raise UsageError("every='auto' and a hub: nodes do not time exchanges", "give every=N")
     optimizers = [innermost(optimizer) for optimizer in optimizers]
     named = taken(model)
     if why := refusal(named, optimizers):

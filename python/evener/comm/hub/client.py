@@ -197,12 +197,10 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="evener-hub", daemon=True)
         self._thread.start()
 
-    def send(self, fields: Fields, payload: frames.Payload = b"") -> None:
-        """Send, if the connection of this moment lives."""
-        if not self._thread.is_alive():
-            return
-        item = fields, payload, self.session
-        self._loop.call_soon_threadsafe(self._put, item)
+    def send(self, fields: Fields, session: int, payload: frames.Payload = b"") -> None:
+        """Send, if the connection of that session lives."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._put, (fields, payload, session))
 
     def again(self) -> None:
         """End this connection and ask the hub anew."""
@@ -211,7 +209,7 @@ class Link:
     def close(self, leave: bool) -> None:
         """End the thread. `leave`: tell the hub that this node came to its end."""
         if leave and self.lost_at is None:
-            self.send({"is": "leave"})
+            self.send({"is": "leave"}, self.session)
         self._ending = True
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._wake)

@@ -45,8 +45,9 @@ _NOTHING = Claim(0, -1)
 @dataclass(frozen=True)
 class Do:
     """What the hub is to do. `what`: "give" (ask `number` for its shared weights), "take" (send it
-    the hub's), "keep" (it has them), "entered", "drop" (`why`), "call" (all but `number`), or
-    "close" (average the changes of `numbers`, in this order).
+    the hub's), "keep" (it has them), "entered", "drop" (`why`), "call" (all; or `number`, which
+    was not in when the others were called), or "close" (average the changes of `numbers`, in this
+    order).
     """
 
     what: str
@@ -244,6 +245,8 @@ class Membership:
         member.place = "in" if same and member.enters else "guest"
         what = ("entered" if member.enters else "keep") if same else "take"
         self._todo.append(Do(what, member.number))
+        if what == "entered" and self._called:
+            self._todo.append(Do("call", member.number))
 
     def _end(self, now: float) -> None:
         inside = self.inside

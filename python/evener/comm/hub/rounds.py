@@ -10,6 +10,10 @@ ranks of the node take its weights. A round is that of `evener.comm.rounds`,
 
 and the hub says whose changes are in the mean. What a node did since its last exchange is lost to
 the others where it is left out; it then goes on from the shared weights that the hub sends.
+
+With `overlap` a node goes on while its change is on its way, as in `evener.comm.rounds`: after
+`overlap` steps its weights are the new shared ones, and how far it went in these steps. They count
+in the next round. Where the others call before, it lands at once, and sends that.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,10 +55,23 @@ _SAY = 10.0
 _WAITING = 5.0  # seconds between two words to the ranks that wait in a collective
 
 
-class NodeRounds:
-    """See the module. Counts as `Rounds` does: `steps`, `rounds`, and `since` the last exchange."""
+@dataclass
+class _Flight:
+    """A change of `steps` steps that is on its way. `round`: the one that it ends. `sent`: the
+    weights [weights] whose change it is. `session`: of the connection that took it; 0: none yet.
+    """
 
-    overlap = 0
+    round: int
+    steps: int
+    payload: frames.Payload
+    sent: torch.Tensor
+    session: int = 0
+
+
+class NodeRounds:
+    """See the module. Counts as `Rounds` does: `steps`, `rounds`, and `since` the last exchange
+    began.
+    """
 
     def __init__(
         self,
@@ -70,7 +88,7 @@ class NodeRounds:
         named = list(named_parameters)
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.options, self.every = options, options.every
+        self.options, self.every, self.overlap = options, options.every, options.overlap
         self.steps = self.rounds = self.since = 0
         self.device = device_of(named)
         if any(p.dtype == torch.float64 for p in self.parameters):
@@ -97,6 +115,7 @@ class NodeRounds:
         self._lock = threading.Lock()  # of the shared weights, which the link's thread reads
         self._link: Link | None = None
         self._ready = self._entered = self._said = 0  # sessions
+        self._flight: _Flight | None = None
         self._wrote = False
         self._told = 0.0
         self.ended = False
@@ -134,12 +153,17 @@ class NodeRounds:
         self._lead(self._exchange)
 
     def end_round(self) -> None:
-        """`exchange`, if this node took steps since the last one."""
+        """`exchange`, if this node took steps since the last one. Collective over the node."""
+        self.land()
         if self.since:
             self.exchange()
 
     def land(self) -> None:
-        """Nothing is on its way between steps."""
+        """Wait for the exchange that is on its way, if one is, and apply it. Collective over the
+        node.
+        """
+        if self.overlap:
+            self._lead(self._land)
 
     @torch.no_grad()
     def _lead(self, act: Callable[[], None]) -> None:
@@ -217,6 +241,7 @@ class NodeRounds:
             self.parameters,
             sorted(self._buffers),
             every=self.every,
+            overlap=self.overlap,
             form=self._form.name,
             outer_lr=self._outer.lr,
             outer_momentum=self._outer.momentum,
@@ -244,21 +269,40 @@ class NodeRounds:
     def _after_step(self) -> None:
         link = self._live
         self._handle()
-        due = self.since > 0 and self._ready == link.session and link.lost_at is None
-        if due and self._entered < self._ready:
-            self._enter()
-        if self.since and (self.since >= self.every or link.called == self._shared.round):
-            self._exchange()
+        if (flight := self._flight) is not None:
+            called = link.called == self._shared.round > flight.round
+            if called or self.since >= self.overlap:
+                self._land()
+        self._say()
+        if not self.overlap:
+            self._until(self._answered, "to enter")
+        due = self.since >= self.every or link.called == self._shared.round
+        if self.since and self._flight is None and due:
+            self._depart()
+            if not self.overlap:
+                self._land()
 
-    def _enter(self) -> None:
-        """Say that this node has taken a step from the weights that the hub has."""
-        session = self._ready
-        self._live.send({"is": "enter", **self._claim()})
+    def _answered(self) -> bool:
+        """No answer is to come. Where the weights were old, others came, and there was no step."""
+        link = self._live
+        asked = self._said == link.session and self._entered < link.session
+        return not asked or not self.since or self._away
 
-        def over() -> bool:  # where the weights were old, others came, and there was no step
-            return self._entered >= session or not self.since or self._away
-
-        self._until(over, "to enter")
+    def _say(self) -> None:
+        """Tell the hub what it does not know over this connection: that this node has taken a step
+        from the weights that the hub has, and then the change that is on its way.
+        """
+        link, flight, session = self._live, self._flight, self._live.session
+        if self._away or self._ready != session:
+            return
+        if self._entered < session:
+            if (self.since or flight is not None) and self._said != session:
+                self._said = session
+                link.send({"is": "enter", **self._claim()}, session)
+        elif flight and flight.session != session and flight.round == self._shared.round:
+            flight.session = session
+            fields = {"is": "change", "steps": flight.steps, **self._claim()}
+            link.send(fields, session, flight.payload)
 
     @property
     def _live(self) -> Link:
@@ -270,42 +314,50 @@ class NodeRounds:
         return self._live.lost_at is not None
 
     def _exchange(self) -> None:
-        """Send how far this node went, until it counted or was for nothing."""
-        link, round_ = self._live, self._shared.round
-        since = self.since
+        """Land what is on its way, and what this node did since then."""
+        waits = self._flight is not None
+        self._land()
+        if self.since or not waits:
+            self._depart()
+            self._land()
+
+    def _depart(self) -> None:
+        """Send how far this node went; `_land` ends it."""
+        round_ = self._shared.round
         if any(not p.requires_grad for p in self.parameters):
             raise UsageError(
                 f"{self.names[self._frozen()]} was frozen after DDP wrapped the model, and the "
                 "outer momentum would move it",
                 "freeze it before the model is wrapped, or leave the hub out",
             )
-        whole = self._change()
+        own = self._own_weights()
+        whole = self._change(own)
         if not bool(whole.isfinite().all()):
             raise CommError(
                 f"round {round_}: this node has weights that are not finite",
                 "lower its learning rate or clip gradients; nothing of it was sent",
             )
-        payload = self._form.write(whole, self._own_buffers(), self._residual, (round_, link.slot))
-        sent = 0
-        begun = self._wrote
-        self._wrote = False
+        key = round_, self._live.slot
+        payload = self._form.write(whole, self._own_buffers(), self._residual, key)
+        self._flight = _Flight(round_, self.since, payload, own)
+        self.since = 0
+        self._say()
+
+    def _land(self) -> None:
+        """Wait until the change that is on its way counted or was for nothing, and go on from the
+        shared weights.
+        """
+        flight = self._flight
+        if flight is None:
+            return
 
         def over() -> bool:
-            nonlocal sent
-            if self._wrote:
-                return True
-            if not self._away and self._ready == link.session and sent != link.session:
-                if self._entered < link.session:
-                    if self._said != link.session:
-                        self._said = link.session
-                        link.send({"is": "enter", **self._claim()})
-                else:
-                    sent = link.session
-                    link.send({"is": "change", "steps": since, **self._claim()}, payload)
-            return False
+            self._say()
+            return self._flight is not flight or self._shared.round > flight.round
 
-        self._until(over, f"for round {round_}")
-        self._wrote = self._wrote or begun
+        self._until(over, f"for round {flight.round}")
+        if self._flight is flight:
+            self._moved(flight.sent)
 
     def _frozen(self) -> int:
         return next(i for i, p in enumerate(self.parameters) if not p.requires_grad)
@@ -372,15 +424,16 @@ class NodeRounds:
 
     def _take(self, event: Event) -> None:
         """Go on from the hub's weights."""
-        said = said_by(event.fields)
+        said, flight = said_by(event.fields), self._flight
+        counted = event.fields.get("counted") or (flight and self._shared.round > flight.round)
         with self._lock:
             self._shared.fill(event.payload, said["round"], said["steps"])
             same = self._shared.claim.digest == said["digest"]
         if not same:
             self._live.again()
             return
-        lost = self.since if self._ready and not event.fields.get("counted") else 0
         if self._ready:
+            lost = self.since + (0 if flight is None or counted else flight.steps)
             steps = f"{lost} step{'s' * (lost != 1)}"
             dropped = f"; what it did in its last {steps} is dropped" * bool(lost)
             logger.warning(
@@ -389,6 +442,7 @@ class NodeRounds:
         else:
             logger.info("the shared weights are those of round %d", said["round"])
         self._ready = event.session
+        self._entered = self._said = 0  # it is a guest, over the same connection too
         if self._residual is not None:
             self._residual.zero_()
         self._moved()
@@ -407,22 +461,29 @@ class NodeRounds:
                 said["round"],
             )
             self._live.again()
-        self._moved()
+        if self._flight is None:
+            self._moved()
 
-    def _moved(self) -> None:
-        """The shared weights are others: go on from them."""
+    def _moved(self, sent: torch.Tensor | None = None) -> None:
+        """The shared weights are others: go on from them, and keep how far this node went since it
+        had `sent` [weights].
+        """
+        self.since = self.since if sent is not None else 0
+        begins = self._shared.weights
+        if sent is not None and self.since:
+            begins = self._own_weights().sub_(sent).add_(begins)
         at = 0
         for _, parameter in self._order:
             n = parameter.numel()
-            parameter.copy_(self._shared.weights[at : at + n].view(parameter.shape))
+            parameter.copy_(begins[at : at + n].view(parameter.shape))
             at += n
         at = 0
         for buffer in self._buffers.values():
             n = buffer.numel()
             buffer.copy_(self._shared.buffers[at : at + n].view(buffer.shape))
             at += n
-        self.rounds, self.steps, self.since = self._shared.round, self._shared.steps, 0
-        self._wrote = True
+        self.rounds, self.steps = self._shared.round, self._shared.steps + self.since
+        self._flight, self._wrote = None, True
 
     def _read_weights(self, into: torch.Tensor) -> None:
         at = 0
@@ -431,20 +492,24 @@ class NodeRounds:
             into[at : at + n].view(parameter.shape).copy_(parameter)
             at += n
 
-    def _change(self) -> torch.Tensor:
-        """How far this node went: [weights]."""
+    def _own_weights(self) -> torch.Tensor:
+        """[weights]"""
         own = torch.zeros_like(self._shared.weights)
         self._read_weights(own)
+        return own
+
+    def _change(self, own: torch.Tensor) -> torch.Tensor:
+        """How far this node went to its `own` weights: [weights]."""
+        change = torch.zeros_like(own)
         at = 0
         for _, parameter in self._order:
             n = parameter.numel()
-            mine = own[at : at + n]
             began = self._shared.weights[at : at + n]
             if parameter.dtype != torch.float32:
                 began = rounded(began, parameter.detach().cpu())
-            torch.sub(began, mine, out=mine)
+            torch.sub(began, own[at : at + n], out=change[at : at + n])
             at += n
-        return own
+        return change
 
     def _own_buffers(self) -> torch.Tensor:
         found = [b.detach().float().flatten().cpu() for b in self._buffers.values()]
@@ -474,6 +539,7 @@ class NodeRounds:
         found: dict[str, Any] = {"version": VERSION, "rounds": self.rounds, "steps": self.steps}
         if self._rank:
             return found
+        found["rounds"] = self._shared.round  # one further, where an exchange is about to land
         with self._lock:
             for what, flat in (
                 ("shared", self._shared.weights),
@@ -507,6 +573,7 @@ class NodeRounds:
                     f"the state has no parameter {name} {list(parameter.shape)}",
                     "load the state of the same model",
                 )
+        self._land()  # else its average came later, and would move what was loaded
         if int(state["rounds"]) <= self._shared.round:
             logger.info("the hub is in round %d: its weights are taken", self._shared.round)
             self._moved()
@@ -545,11 +612,12 @@ class NodeRounds:
             else (f"; {link.sent / 1e6:.1f} MB sent and {link.received / 1e6:.1f} MB received")
         )
         ranks = self.communicators.size
+        behind = f"; behind the next {self.overlap}" if self.overlap else ""
         return (
             f"this node ({ranks} rank{'s' * (ranks != 1)}) trains by itself, and nodes average "
             f"every {self.every} steps (outer lr {self._outer.lr:g}, momentum "
-            f"{self._outer.momentum:g}): {said} each way in {self._form.name}; round {self.rounds}"
-            f"{moved}"
+            f"{self._outer.momentum:g}{behind}): {said} each way in {self._form.name}; "
+            f"round {self.rounds}{moved}"
         )
 
     def leave(self, well: bool = True) -> None:

@@ -113,6 +113,7 @@ class Hub:
         self._peers: dict[int, _Peer] = {}
         self._changes: dict[int, bytearray] = {}
         self._counted: tuple[int, set[str]] = (0, set())  # whose changes a round has
+        self._averaged = 0  # steps of all nodes that came into an average of this hub's
         self._left_over: object = None  # what the form of the last average left out
         self._snapshot: bytes | None = None
         self._drift: float | None = None  # of the last round
@@ -331,7 +332,8 @@ class Hub:
         elif do.what == "call":
             assert self.shared is not None
             for one in self._peers.values():
-                self._post(one, {"is": "call", "round": self.shared.round})
+                if do.number in (0, one.number):
+                    self._post(one, {"is": "call", "round": self.shared.round})
         elif peer is None:
             return
         elif do.what == "drop":
@@ -382,6 +384,7 @@ class Hub:
                 peer.outbox.put_nowait(None)
         counted = [m for i, m in enumerate(members) if i not in left]
         shared.steps += max((m.brought or 0 for m in counted), default=0)
+        self._averaged += sum(m.brought or 0 for m in counted)
         self._counted = shared.round, {member.uid for member in counted}
         self.membership.closed(shared.claim)
         for member in counted:
@@ -431,6 +434,7 @@ class Hub:
             {
                 "round": 0 if shared is None else shared.round,
                 "steps": 0 if shared is None else shared.steps,
+                "averaged": self._averaged,
                 "every": None if self._job is None else self._job.every,
                 "nodes": nodes,
                 "drift": self._drift,

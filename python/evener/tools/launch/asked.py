@@ -127,9 +127,10 @@ class Asked:
             return
         if not (self.ddp and self.every):
             raise UsageError(f"{option} is for nodes that take local steps", "give --ddp --every N")
-        if self.every == "auto" or self.overlap:
-            what = "--every auto" if self.every == "auto" else "--overlap"
-            raise UsageError(f"{what} and {option}: nodes wait for each exchange", "give --every N")
+        if self.every == "auto":
+            raise UsageError(
+                f"--every auto and {option}: nodes do not time exchanges", "give --every N"
+            )
         if self.launcher == "mpirun" or self.map_file or self.master_port:
             raise UsageError(
                 f"{option} with --mpi, --map or --master-port: each node is a job of its own",

@@ -186,6 +186,7 @@ def _words(asked: Asked, join: str, token: Path) -> list[str]:
     words = ["--no-config", "--ddp", "--every", str(asked.every), "--join", join]
     words += ["--token-file", str(token)]
     for option, value in (
+        ("--overlap", asked.overlap),
         ("--floor", asked.floor),
         ("--network-interface", asked.interface),
         ("--ssh-port", asked.ssh_port),

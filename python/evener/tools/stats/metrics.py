@@ -30,6 +30,7 @@ _LOCAL = {
 _HUB = {
     "round": ("evener_hub_rounds_total", "counter"),
     "steps": ("evener_hub_steps_total", "counter"),
+    "averaged": ("evener_hub_averaged_steps_total", "counter"),
     "nodes": ("evener_hub_nodes", "gauge"),
     "every": ("evener_hub_steps_per_round", "gauge"),
     "bytes_received": ("evener_hub_received_bytes_total", "counter"),
