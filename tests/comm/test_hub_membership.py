@@ -80,7 +80,23 @@ def test_a_round_waits_for_all_that_are_in_and_for_no_guest() -> None:
     assert close.what == "close" and close.numbers == (1, 2)
     membership.enters(3, Claim(0, 7), 2.0)  # while it is averaged
     assert todo(membership, 2.0) == []
-    membership.closed(Claim(1, 8))
+    # The guest has weights that the average moves: it gets that, and not all weights again.
+    assert membership.closed(Claim(1, 8)) == [1, 2, 3]
+    assert todo(membership, 2.0) == [] and membership.members[3].place == "guest"
+    membership.enters(3, Claim(1, 8), 3.0)
+    assert [(do.what, do.number) for do in todo(membership, 3.0)] == [("entered", 3)]
+
+
+def test_who_has_not_been_answered_gets_the_weights_and_no_average() -> None:
+    membership = made()
+    begun(membership, 1, 2)
+    for number in (1, 2):
+        membership.brings(number, Claim(0, 7), 5, 1.0)
+    *_, close = todo(membership, 1.0)
+    assert close.what == "close"
+    membership.meets(3, "n3", "u3", 1.0)
+    membership.asks(3, Claim(0, 9), 1.0)  # other weights than all
+    assert membership.closed(Claim(1, 8)) == [1, 2]
     assert [(do.what, do.number) for do in todo(membership, 2.0)] == [("take", 3)]
 
 

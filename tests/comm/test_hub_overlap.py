@@ -226,6 +226,45 @@ def who_enters_late_is_called() -> None:
         hub.stop()
 
 
+def a_guest_hears_of_rounds_that_end_before_its_first_step(said: bool) -> None:
+    """It downloads the weights once, however long that takes. `said`: that it has taken a step,
+    while the average is on its way to it.
+    """
+    hub = LiveHub()
+    try:
+        a, b = two(hub, every=10**6)
+        c = Node(hub, "c", 5, every=10**6)
+        c.begin()
+        link: Any = c.rounds._link
+        whole, each = link.received, c.rounds._form.size
+        for round_ in (1, 2):
+            a.step(0.01)
+            b.step(-0.02)
+            together(a.rounds.exchange, b.rounds.exchange)
+            until(lambda n=round_: link.received == whole + n * each, "the average is there")
+        if said:
+            events = [link.events.get() for _ in range(2)]
+            c.rounds.since = 1
+            c.rounds._say()
+            until(lambda: hub.call(lambda: hub.membership.members[3].place) == "guest", "passed")
+            for event in events:
+                link.events.put(event)
+        until(lambda: (c.step(0.0), c.rounds._entered == link.session)[1], "it is in")
+        assert link.received == whole + 2 * each
+        together(a.rounds.exchange, b.rounds.exchange, c.rounds.exchange)
+        assert a.bits() == b.bits() == c.bits() and a.rounds.rounds == 3
+    finally:
+        hub.stop()
+
+
+def a_guest_that_is_quiet() -> None:
+    a_guest_hears_of_rounds_that_end_before_its_first_step(said=False)
+
+
+def a_guest_that_said_so_too_early() -> None:
+    a_guest_hears_of_rounds_that_end_before_its_first_step(said=True)
+
+
 def _run(_rank: int, _size: int, function: str) -> None:
     globals()[function]()
 
@@ -240,6 +279,8 @@ def _run(_rank: int, _size: int, function: str) -> None:
         a_state_is_loaded_behind_an_exchange,
         other_weights_over_the_same_connection,
         who_enters_late_is_called,
+        a_guest_that_is_quiet,
+        a_guest_that_said_so_too_early,
     ],
     ids=lambda case: case.__name__,
 )

@@ -58,7 +58,9 @@ class Do:
 
 @dataclass
 class Member:
-    """One connection of a node. `since`: when it was last heard. `brought`: steps of its change."""
+    """One connection of a node. `heard`: when it was, last. `brought`: steps of its change.
+    `told`: the shared weights that it has, or will have from what was sent to it.
+    """
 
     number: int
     name: str
@@ -69,6 +71,7 @@ class Member:
     claim: Claim | None = None
     enters: bool = False
     brought: int | None = None
+    told: Claim | None = None
 
 
 @dataclass
@@ -165,10 +168,16 @@ class Membership:
             member.brought, member.claim = None, _NOTHING
         self._begins(claim)
 
-    def closed(self, claim: Claim) -> None:
-        """The average of the last round was made, and was sent to all who were in."""
+    def closed(self, claim: Claim) -> list[int]:
+        """The average of the last round was made. Who is to have it: all who were told of the
+        weights that it moves, those too who are not in yet.
+        """
+        knows = [m for m in self.members.values() if m.told is not None and m.told == self.shared]
+        for member in knows:
+            member.told = claim
         self._closing = False
         self._begins(claim)
+        return [member.number for member in knows]
 
     def leaves(self, number: int) -> None:
         """It came to the end of its training."""
@@ -242,6 +251,10 @@ class Membership:
             return
         member.claim = None
         same = claim == self.shared
+        if not same and member.told == self.shared:
+            member.place = "guest"  # it said so before what was sent to it arrived
+            return
+        member.told = self.shared
         member.place = "in" if same and member.enters else "guest"
         what = ("entered" if member.enters else "keep") if same else "take"
         self._todo.append(Do(what, member.number))

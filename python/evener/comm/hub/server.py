@@ -366,7 +366,7 @@ class Hub:
         return f" ({count} node{'s' * (count != 1)} now)"
 
     async def _close(self, numbers: tuple[int, ...]) -> None:
-        """End a round: average, step, and tell all who were in."""
+        """End a round: average, step, and tell all who have the weights that are moved."""
         job, shared = self._job, self.shared
         assert job is not None and shared is not None
         there = {**self.membership.left, **self.membership.members}
@@ -386,9 +386,8 @@ class Hub:
         shared.steps += max((m.brought or 0 for m in counted), default=0)
         self._averaged += sum(m.brought or 0 for m in counted)
         self._counted = shared.round, {member.uid for member in counted}
-        self.membership.closed(shared.claim)
-        for member in counted:
-            if (peer := self._peers.get(member.number)) is not None:
+        for number in self.membership.closed(shared.claim):
+            if (peer := self._peers.get(number)) is not None:
                 said = {"is": "result", **_said(shared), "nodes": len(counted)}
                 self._post(peer, said, result)
         self._record(len(counted))
