@@ -188,9 +188,9 @@ impl Tile {
 
     /// Bits of each lane: plain, and grouped.
     fn lanes(&self, chosen: i32) -> [[u32; LANES]; 2] {
-        let mut found = [[0; LANES]; 2];
+        let (mut plain, mut grouped) = ([0; LANES], [0; LANES]);
         for group in 0..STEPS / GROUP {
-            for lane in 0..LANES {
+            for (lane, (plain, grouped)) in plain.iter_mut().zip(&mut grouped).enumerate() {
                 let (mut all, mut of_rare) = (0, 0);
                 let (mut flagged, mut moved) = (false, false);
                 for step in 0..GROUP {
@@ -203,11 +203,11 @@ impl Tile {
                     flagged |= rare;
                     moved |= rare & (z > 0);
                 }
-                found[0][lane] += all;
-                found[1][lane] += all + u32::from(flagged) - if moved { 0 } else { of_rare };
+                *plain += all;
+                *grouped += all + u32::from(flagged) - if moved { 0 } else { of_rare };
             }
         }
-        found
+        [plain, grouped]
     }
 
     /// Whether a rare weight of this group changed; none where there is no rare one.
@@ -262,16 +262,17 @@ fn code_tile(new: &[u16], old: &[u16], way: Way, exponent: Exponent, out: &mut [
                 }
             }
             let (z, exponent) = (tile.z[at], tile.exponent[at]);
-            if z != NONE && !(flags[lane] == Some(false) && way.rare(exponent)) {
-                let k = parameter(way.chosen, exponent);
-                let q = z >> k;
-                code |= if q < ESCAPE {
-                    u64::from((1_u32 << q) - 1) | u64::from(z & ((1 << k) - 1)) << (q + 1)
-                } else {
-                    u64::from((1_u32 << ESCAPE) - 1) | u64::from(z) << ESCAPE
-                } << bits;
-                bits += length(z, k);
-            }
+            let k = parameter(way.chosen, exponent);
+            let q = z >> k;
+            let own = if q < ESCAPE {
+                u64::from((1_u32 << q) - 1) | u64::from(z & ((1 << k) - 1)) << (q + 1)
+            } else {
+                u64::from((1_u32 << ESCAPE) - 1) | u64::from(z & 0xffff) << ESCAPE
+            };
+            // Factors: nobody could foretell the branch.
+            let there = !((flags[lane] == Some(false)) & way.rare(exponent)) & (z != NONE);
+            code |= (u64::from(there) * own) << bits;
+            bits += u32::from(there) * length(z, k);
             state.held |= code << state.filled;
             state.filled += bits;
             if state.filled > 32 {
@@ -407,12 +408,10 @@ fn read_lanes<const GROUPED: bool>(
                 if flagged {
                     *quiet = held & 1 == 0;
                 }
-                let (z, bits) = if GROUPED && *quiet && way.rare(old) {
-                    (0, 0)
-                } else {
-                    one(held >> u32::from(flagged), k)
-                };
-                (z, bits + u32::from(flagged))
+                let (z, bits) = one(held >> u32::from(flagged), k);
+                // Factors: nobody could foretell the branch.
+                let there = u32::from(!(GROUPED & *quiet & way.rare(old)));
+                (there * z, there * bits + u32::from(flagged))
             };
             let mut found = parse(*held, &mut quiet[lane]);
             // What is not there reads as zeros, so a code that is cut says more bits than there are.

@@ -136,7 +136,7 @@ def _lengths(z: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def _rare(exponent: torch.Tensor, header: torch.Tensor) -> torch.Tensor:
-    """Bool, as `exponent`: weights of grouped tiles that a step hardly moves."""
+    """Bool, as `exponent`: weights of grouped tiles that seldom change."""
     header = header.view(-1, 1, 1)
     return (exponent > (header & 511)) & ((header & 512) > 0)
 
