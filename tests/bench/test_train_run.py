@@ -310,7 +310,7 @@ def test_an_agent_has_no_thread_that_a_fork_would_lose() -> None:
         "import os, sys\n"
         "os.environ['OPENBLAS_NUM_THREADS'] = '1'\n"
         "from evener.tools.bench.train import agent, columns, plan\n"
-        "wanted = columns.parse('ddp,exact,topk')\n"
+        "wanted = columns.parse('ddp,exact,topk,fsdp-exact')\n"
         "todo = plan.make(plan.Options(), nodes=1, slots=2, rows=['node'], columns=wanted)\n"
         "agent.import_early(todo)\n"
         "print(len(os.listdir('/proc/self/task')), 'torchvision' in sys.modules)"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -90,13 +94,52 @@ def test_nothing_changed_is_headers_alone() -> None:
     assert message(old, old).numel() == rice.tiles(100_000)
 
 
-def test_a_step_of_training_takes_a_few_bits() -> None:
-    drawn = torch.Generator().manual_seed(0)
-    master = torch.randn(200_000, generator=drawn) * 0.02
-    step = torch.randn(200_000, generator=drawn) * 6e-5
-    sent = message((master + step).bfloat16(), master.bfloat16())
-    # The entropy of such a step is 2.3 bits (the distance in ulps, given the old exponent).
-    assert 32 * sent.numel() / 200_000 < 3.2
+def stepped(n: int, seed: int, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 weights after and before a step of this size; float32 ones lie behind them."""
+    drawn = torch.Generator().manual_seed(seed)
+    master = torch.randn(n, generator=drawn) * 0.02
+    step = torch.randn(n, generator=drawn) * rate
+    return (master + step).bfloat16(), master.bfloat16()
+
+
+@pytest.mark.parametrize(
+    # `entropy`: bits of the distance in ulps, given the old exponent.
+    ("rate", "entropy", "most"),
+    [(6e-5, 2.3, 2.65), (1e-5, 0.9, 1.22), (1e-6, 0.2, 0.52)],
+)
+def test_a_step_of_training_takes_a_few_bits(rate: float, entropy: float, most: float) -> None:
+    new, old = stepped(200_000, 0, rate)
+    found = message(new, old)
+    assert entropy < 32 * found.numel() / 200_000 < most
+    weights = old.clone()
+    differences.read(found, weights)
+    assert same(weights, new)
+
+
+@pytest.mark.parametrize("rate", [1e-4, 1e-5, 1e-6])
+def test_grouped_tiles_are_the_same_bits_too(rate: float) -> None:
+    new, old = stepped(20_000, 1, rate)
+    headers = differences.plan_reference(new, old)
+    assert torch.equal(headers, differences.plan(new, old))
+    assert (headers & 512 > 0).all() == (rate < 1e-4), "both kinds are looked at"
+    sent = message(new, old)
+    plain = torch.full_like(sent, 5)
+    differences.write_reference(new, old, headers, plain)
+    assert torch.equal(plain, sent)
+    weights = old.clone()
+    differences.read_reference(sent, weights)
+    assert same(weights, new)
+
+
+def test_a_grouped_tile_carries_a_jump_nan_and_minus_zero() -> None:
+    new, old = stepped(8192, 2, 1e-6)
+    new, old = new.clone(), old.clone()
+    new[5], new[300], new[8000], old[8191] = float("nan"), -0.0, 1e30, 0.0
+    headers = differences.plan(new, old)
+    assert bool((headers & 512 > 0).all())
+    weights = old.clone()
+    differences.read(message(new, old), weights)
+    assert same(weights, new)
 
 
 def test_a_cut_message_is_refused() -> None:
@@ -104,3 +147,75 @@ def test_a_cut_message_is_refused() -> None:
     sent = message(moved(old, 3, 1.0, 5), old)
     with pytest.raises(ValueError, match="ends within tile"):
         differences.read(sent[:-100].contiguous(), old.clone())
+
+
+# A tile of eight steps: each one takes long in the interpreter.
+INTERPRETED = """
+from evener.comm.codecs import rice
+rice.STEPS, rice.TILE = 8, 256
+import torch
+from evener.comm.codecs import differences, triton_differences
+from tests.comm.test_differences import any_bits, moved, same, stepped
+torch.set_num_threads(1)
+kinds = set()
+def check(new, old):
+    headers = differences.plan_reference(new, old)
+    kinds.update((headers >> 9 & 1).tolist())
+    assert torch.equal(headers, triton_differences.plan(new, old))
+    sent = torch.full((int(differences.size(headers)),), -7, dtype=torch.int32)
+    have = sent.clone()
+    differences.write_reference(new, old, headers, sent)
+    triton_differences.write(new, old, headers, have)
+    assert torch.equal(sent, have)
+    weights = old.clone()
+    triton_differences.read(sent, weights)
+    assert same(weights, new)
+for n in (1, 257, 700):
+    for dtype in (torch.bfloat16, torch.float16):
+        old = any_bits(n, n, dtype)
+        check(moved(old, n, 0.5, 5), old)
+for rate in (1e-4, 1e-5, 1e-6):
+    check(*stepped(700, 1, rate))
+assert kinds == {0, 1}
+"""
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from evener.comm.codecs import triton_differences
+constants = {
+    "SHIFT": 7, "MASK": 255, "ESCAPE": 12, "LOWEST": -3, "TRIES": 5, "STEPS": 256, "LANES": 32,
+}
+types = {
+    "new": "*i16", "old": "*i16", "weights": "*i16", "headers": "*i32", "message": "*i32",
+    "out": "*i32", "first": "*i64", "n": "i32",
+}
+for name, warps in (("_choose", 8), ("_encode", 1), ("_decode", 1)):
+    kernel = getattr(triton_differences, name)
+    own = {n: constants[n] for n in kernel.arg_names if n in constants}
+    signature = {n: "constexpr" if n in own else types[n] for n in kernel.arg_names}
+    made = triton.compile(
+        ASTSource(kernel, signature, own),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps},
+    )
+    assert len(made.asm["cubin"]) > 1000, name
+"""
+
+
+def run(script: str, **env: str) -> None:
+    """In a process of its own: Triton chooses its interpreter when it is imported."""
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, env={**os.environ, **env}, timeout=580
+    )
+
+
+@pytest.mark.timeout(600)
+def test_the_kernels_in_the_interpreter_equal_the_reference() -> None:
+    run(INTERPRETED, TRITON_INTERPRET="1")
+
+
+@pytest.mark.timeout(600)
+def test_the_kernels_compile_for_hopper() -> None:
+    run(COMPILED)

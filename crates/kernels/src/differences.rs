@@ -2,8 +2,8 @@
 //! `evener.comm.codecs.differences` (Python), whose reference gives the same bits.
 //!
 //! A tile of [`TILE`] weights is coded by [`LANES`] lanes into one stream of words. The coder follows
-//! the decoder: where a lane's decoder would take its next word, that word gets the next place in the
-//! stream, and a lane keeps the places of the two words that it has not finished.
+//! the decoder: where a lane's decoder takes its next word, that word gets the next place in the
+//! stream.
 
 use rayon::prelude::*;
 
@@ -11,6 +11,8 @@ const LANES: usize = 32;
 const STEPS: usize = 256;
 /// Weights that share a header.
 pub const TILE: usize = LANES * STEPS;
+/// Weights of a lane that share a bit where it is a grouped tile's.
+const GROUP: usize = 4;
 const ESCAPE: u32 = 12;
 const LOWEST: i32 = -3;
 const HIGHEST: i32 = 1;
@@ -85,7 +87,13 @@ fn parameter(chosen: i32, exponent: i32) -> u32 {
 
 fn length(z: u32, k: u32) -> u32 {
     let q = z >> k;
-    if q < ESCAPE { q + 1 + k } else { ESCAPE + 16 }
+    if q < ESCAPE {
+        q + 1 + k
+    } else if z == NONE {
+        0
+    } else {
+        ESCAPE + 16
+    }
 }
 
 /// Writes the headers of the message that turns `old` into `new`.
@@ -106,118 +114,187 @@ pub fn plan(
     Ok(())
 }
 
+/// How a tile is coded: the low ten bits of its header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Way {
+    chosen: i32,
+    grouped: bool,
+}
+
+impl Way {
+    fn of(header: i32) -> Self {
+        Self {
+            chosen: header & 511,
+            grouped: header & 512 != 0,
+        }
+    }
+
+    fn header(self, words: u32) -> i32 {
+        words.cast_signed() * 1024 + i32::from(self.grouped) * 512 + self.chosen
+    }
+
+    /// Whether a step of the optimizer is less than a unit of a weight with this exponent.
+    fn rare(self, exponent: i32) -> bool {
+        self.grouped && exponent > self.chosen
+    }
+}
+
+/// A tile's distances, [`NONE`] past the last weight, and its old weights' exponents.
+struct Tile {
+    z: [u32; TILE],
+    exponent: [i32; TILE],
+}
+
+/// No distance: it takes no bits.
+const NONE: u32 = u32::MAX;
+
+impl Tile {
+    fn of(new: &[u16], old: &[u16], exponent: Exponent) -> Self {
+        let mut found = Self {
+            z: [NONE; TILE],
+            exponent: [0; TILE],
+        };
+        for (at, (&n, &o)) in new.iter().zip(old).enumerate() {
+            found.z[at] = zigzag(n, o);
+            found.exponent[at] = exponent.of(o);
+        }
+        found
+    }
+
+    /// The header of the K and the kind with which the tile takes the fewest bits.
+    fn plan(&self) -> i32 {
+        let (mut count, mut sum) = (0_i64, 0_i64);
+        for (&z, &exponent) in self.z.iter().zip(&self.exponent) {
+            if z > 0 && z != NONE {
+                count += 1;
+                sum += i64::from(z.ilog2().cast_signed() + exponent);
+            }
+        }
+        let middle = (sum / count.max(1)) as i32;
+        let (mut best, mut header) = (u32::MAX, 0);
+        for shift in LOWEST..=HIGHEST {
+            let chosen = (middle + shift).max(0);
+            let kinds = self.lanes(chosen);
+            for (grouped, lanes) in [false, true].into_iter().zip(kinds) {
+                let bits = lanes.iter().sum();
+                if bits < best {
+                    let words = lanes.iter().map(|bits| bits.div_ceil(32)).sum();
+                    (best, header) = (bits, Way { chosen, grouped }.header(words));
+                }
+            }
+        }
+        header
+    }
+
+    /// Bits of each lane: plain, and grouped.
+    fn lanes(&self, chosen: i32) -> [[u32; LANES]; 2] {
+        let (mut plain, mut grouped) = ([0; LANES], [0; LANES]);
+        for group in 0..STEPS / GROUP {
+            for (lane, (plain, grouped)) in plain.iter_mut().zip(&mut grouped).enumerate() {
+                let (mut all, mut of_rare) = (0, 0);
+                let (mut flagged, mut moved) = (false, false);
+                for step in 0..GROUP {
+                    let at = (group * GROUP + step) * LANES + lane;
+                    let (z, exponent) = (self.z[at], self.exponent[at]);
+                    let bits = length(z, parameter(chosen, exponent));
+                    let rare = exponent > chosen;
+                    all += bits;
+                    of_rare += if rare { bits } else { 0 };
+                    flagged |= rare;
+                    moved |= rare & (z > 0);
+                }
+                *plain += all;
+                *grouped += all + u32::from(flagged) - if moved { 0 } else { of_rare };
+            }
+        }
+        [plain, grouped]
+    }
+
+    /// Whether a rare weight of this group changed; none where there is no rare one.
+    fn flag(&self, first: usize, way: Way) -> Option<bool> {
+        if !way.grouped {
+            return None;
+        }
+        let (mut flagged, mut moved) = (false, false);
+        for step in 0..GROUP {
+            let at = first + step * LANES;
+            let rare = way.rare(self.exponent[at]);
+            flagged |= rare;
+            moved |= rare & (self.z[at] > 0);
+        }
+        flagged.then_some(moved)
+    }
+}
+
 fn plan_tile(new: &[u16], old: &[u16], exponent: Exponent) -> i32 {
     if new == old {
         return 0;
     }
-    let chosen = choose(new, old, exponent);
-    let words = code_tile(new, old, chosen, exponent, None);
-    (words as i32) * 512 + chosen
-}
-
-/// The K with which the tile takes the fewest bits.
-fn choose(new: &[u16], old: &[u16], exponent: Exponent) -> i32 {
-    let (mut count, mut sum) = (0_i64, 0_i64);
-    for (&n, &o) in new.iter().zip(old) {
-        let z = zigzag(n, o);
-        if z > 0 {
-            count += 1;
-            sum += i64::from(z.ilog2().cast_signed() + exponent.of(o));
-        }
-    }
-    let middle = (sum / count.max(1)) as i32;
-    let (mut best, mut chosen) = (u64::MAX, 0);
-    for shift in LOWEST..=HIGHEST {
-        let tried = (middle + shift).max(0);
-        let bits = new
-            .iter()
-            .zip(old)
-            .map(|(&n, &o)| u64::from(length(zigzag(n, o), parameter(tried, exponent.of(o)))))
-            .sum();
-        if bits < best {
-            (best, chosen) = (bits, tried);
-        }
-    }
-    chosen
+    Tile::of(new, old, exponent).plan()
 }
 
 #[derive(Clone, Copy)]
 struct Lane {
-    /// Bits that the decoder's lane holds.
-    have: u32,
     held: u64,
     filled: u32,
+    /// The word that is being filled. Before the first one it is a full one that lies nowhere.
     here: Option<usize>,
-    after: Option<usize>,
 }
 
-/// Codes a tile and returns how many words it takes; writes them where there is an `out`.
-fn code_tile(
-    new: &[u16],
-    old: &[u16],
-    chosen: i32,
-    exponent: Exponent,
-    mut out: Option<&mut [i32]>,
-) -> usize {
+/// Codes a tile into its words.
+fn code_tile(new: &[u16], old: &[u16], way: Way, exponent: Exponent, out: &mut [i32]) {
+    let tile = Tile::of(new, old, exponent);
     let mut taken = 0;
+    let mut flags = [None; LANES];
     let mut lanes = [Lane {
-        have: 0,
         held: 0,
-        filled: 0,
+        filled: 32,
         here: None,
-        after: None,
     }; LANES];
     for step in 0..STEPS {
         for (lane, state) in lanes.iter_mut().enumerate() {
-            if state.have < 32 {
-                if state.here.is_none() {
-                    state.here = Some(taken);
-                } else {
-                    state.after = Some(taken);
-                }
-                taken += 1;
-                state.have += 32;
-            }
             let at = step * LANES + lane;
-            let (Some(&n), Some(&o)) = (new.get(at), old.get(at)) else {
-                continue;
-            };
-            let z = zigzag(n, o);
-            let k = parameter(chosen, exponent.of(o));
-            let (q, bits) = (z >> k, length(z, k));
-            let code = if q < ESCAPE {
+            let (mut code, mut bits) = (0, 0);
+            if step % GROUP == 0 {
+                flags[lane] = tile.flag(at, way);
+                if let Some(moved) = flags[lane] {
+                    (code, bits) = (u64::from(moved), 1);
+                }
+            }
+            let (z, exponent) = (tile.z[at], tile.exponent[at]);
+            let k = parameter(way.chosen, exponent);
+            let q = z >> k;
+            let own = if q < ESCAPE {
                 u64::from((1_u32 << q) - 1) | u64::from(z & ((1 << k) - 1)) << (q + 1)
             } else {
-                u64::from((1_u32 << ESCAPE) - 1) | u64::from(z) << ESCAPE
+                u64::from((1_u32 << ESCAPE) - 1) | u64::from(z & 0xffff) << ESCAPE
             };
+            // Factors: nobody could foretell the branch.
+            let there = !((flags[lane] == Some(false)) & way.rare(exponent)) & (z != NONE);
+            code |= (u64::from(there) * own) << bits;
+            bits += u32::from(there) * length(z, k);
             state.held |= code << state.filled;
             state.filled += bits;
-            state.have -= bits;
-            if state.filled >= 32 {
-                if let (Some(out), Some(here)) = (out.as_deref_mut(), state.here) {
+            if state.filled > 32 {
+                if let Some(here) = state.here {
                     out[here] = (state.held as u32).cast_signed();
                 }
                 state.held >>= 32;
                 state.filled -= 32;
-                state.here = state.after.take();
+                state.here = Some(taken);
+                taken += 1;
             }
         }
     }
-    if let Some(out) = out {
-        for state in lanes {
-            if let Some(here) = state.here {
-                out[here] = (state.held as u32).cast_signed();
-            }
-            if let Some(after) = state.after {
-                out[after] = 0;
-            }
+    for state in lanes {
+        if let Some(here) = state.here {
+            out[here] = (state.held as u32).cast_signed();
         }
     }
-    taken
 }
 
 fn words_of(header: i32) -> usize {
-    (header >> 9).max(0).cast_unsigned() as usize
+    (header >> 10).max(0).cast_unsigned() as usize
 }
 
 /// Writes the message that [`plan`]'s `headers` begin: the headers, then each tile's words.
@@ -252,7 +329,7 @@ pub fn write(
         .zip(new.par_chunks(TILE).zip(old.par_chunks(TILE)))
         .filter(|((part, _), _)| !part.is_empty())
         .for_each(|((part, header), (new, old))| {
-            code_tile(new, old, header & 511, exponent, Some(part));
+            code_tile(new, old, Way::of(*header), exponent, part);
         });
     Ok(())
 }
@@ -287,7 +364,7 @@ pub fn read(
         .enumerate()
         .filter(|(_, ((part, _), _))| !part.is_empty())
         .find_map_any(|(tile, ((part, header), weights))| {
-            read_tile(part, header & 511, exponent, weights)
+            read_tile(part, Way::of(*header), exponent, weights)
                 .is_none()
                 .then_some(tile)
         });
@@ -297,32 +374,69 @@ pub fn read(
     }
 }
 
-fn read_tile(words: &[i32], chosen: i32, exponent: Exponent, weights: &mut [u16]) -> Option<()> {
+fn read_tile(words: &[i32], way: Way, exponent: Exponent, weights: &mut [u16]) -> Option<()> {
+    if way.grouped {
+        read_lanes::<true>(words, way, exponent, weights)
+    } else {
+        read_lanes::<false>(words, way, exponent, weights)
+    }
+}
+
+fn read_lanes<const GROUPED: bool>(
+    words: &[i32],
+    way: Way,
+    exponent: Exponent,
+    weights: &mut [u16],
+) -> Option<()> {
     let mut taken = words.iter();
     let mut lanes = [(0_u64, 0_u32); LANES];
+    let mut quiet = [false; LANES];
     for step in 0..STEPS {
         for (lane, (held, have)) in lanes.iter_mut().enumerate() {
-            if *have < 32 {
-                *held |= u64::from(taken.next()?.cast_unsigned()) << *have;
-                *have += 32;
-            }
-            let Some(weight) = weights.get_mut(step * LANES + lane) else {
+            let at = step * LANES + lane;
+            let Some(&weight) = weights.get(at) else {
                 continue;
             };
-            let k = parameter(chosen, exponent.of(*weight));
-            let q = held.trailing_ones().min(ESCAPE);
-            let z = if q < ESCAPE {
-                (q << k) | ((*held >> (q + 1)) as u32 & ((1 << k) - 1))
-            } else {
-                (*held >> ESCAPE) as u32 & 0xffff
+            let flagged = GROUPED
+                && step % GROUP == 0
+                && (0..GROUP)
+                    .filter_map(|step| weights.get(at + step * LANES))
+                    .any(|&old| way.rare(exponent.of(old)));
+            let old = exponent.of(weight);
+            let k = parameter(way.chosen, old);
+            let parse = |held: u64, quiet: &mut bool| {
+                if flagged {
+                    *quiet = held & 1 == 0;
+                }
+                let (z, bits) = one(held >> u32::from(flagged), k);
+                // Factors: nobody could foretell the branch.
+                let there = u32::from(!(GROUPED & *quiet & way.rare(old)));
+                (there * z, there * bits + u32::from(flagged))
             };
-            let bits = length(z, k).min(ESCAPE + 16);
-            *held >>= bits;
-            *have -= bits;
-            *weight = apply(*weight, z);
+            let mut found = parse(*held, &mut quiet[lane]);
+            // What is not there reads as zeros, so a code that is cut says more bits than there are.
+            if found.1 > *have {
+                *held |= u64::from(taken.next()?.cast_unsigned()) << *have;
+                *have += 32;
+                found = parse(*held, &mut quiet[lane]);
+            }
+            *held >>= found.1;
+            *have -= found.1;
+            weights[at] = apply(weight, found.0);
         }
     }
     Some(())
+}
+
+/// The distance that `held` begins with, and its bits.
+fn one(held: u64, k: u32) -> (u32, u32) {
+    let q = held.trailing_ones().min(ESCAPE);
+    if q < ESCAPE {
+        let low = (held >> (q + 1)) as u32 & ((1 << k) - 1);
+        ((q << k) | low, q + 1 + k)
+    } else {
+        ((held >> ESCAPE) as u32 & 0xffff, ESCAPE + 16)
+    }
 }
 
 #[cfg(test)]
@@ -375,7 +489,7 @@ mod tests {
         let mut weights = old.clone();
         let cut = read(&message[..words], KINDS[0], &mut weights);
         assert!(matches!(cut, Err(DifferenceError::Cut { .. })));
-        message[0] = 600;
+        message[0] = (1 << 10) + 120;
         assert!(read(&message, KINDS[0], &mut weights).is_err());
     }
 

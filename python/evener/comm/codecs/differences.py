@@ -13,9 +13,13 @@ The definition, for a tile of 8,192 weights (32 lanes, weight `step * 32 + lane`
 - `k = clamp(K - exponent(old), 0, 15)`, with one `K` for the tile. `q = z >> k` ones, a zero, then
   the low `k` bits of `z`; twelve ones and 16 bits of `z` where `q` is 12 or more. First bits are
   lowest.
-- A lane's bits fill words of 32. Before each weight, every lane that holds fewer than 32 bits takes
-  the next word, in lane order. So words of all lanes lie in one stream and no lane needs a length.
-- The tile's header is `words * 512 + K`; no word where nothing changed.
+- Where exponents are above `K`, a step is less than a unit, and most weights stay: such a weight is
+  *rare*. In a grouped tile, four steps of a lane that hold rare weights begin with one bit: whether
+  any of them changed. If none did, they take no more bits. It is grouped where that is shorter.
+- A lane's bits fill words of 32. Before each weight, every lane whose bits do not suffice for it
+  (and for the bit of its group) takes the next word, in lane order. So words of all lanes lie in
+  one stream and no lane needs a length.
+- The tile's header is `words * 1024 + grouped * 512 + K`, and 0 where nothing changed.
 
 Three implementations of one definition, which give the same bits: the reference here in plain
 torch, crates/kernels/src/differences.rs for CPU tensors, `triton_differences` for GPU tensors.
@@ -26,7 +30,17 @@ from __future__ import annotations
 import torch
 
 from evener.base import kernels as _kernels
-from evener.comm.codecs.rice import ESCAPE, EXPONENT, HIGHEST, LANES, LOWEST, STEPS, TILE, tiles
+from evener.comm.codecs.rice import (
+    ESCAPE,
+    EXPONENT,
+    GROUP,
+    HIGHEST,
+    LANES,
+    LOWEST,
+    STEPS,
+    TILE,
+    tiles,
+)
 
 
 def supports(dtype: torch.dtype) -> bool:
@@ -52,7 +66,7 @@ def plan(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 def size(headers: torch.Tensor) -> torch.Tensor:
     """Words of a message with these headers, itself among them: an int64 scalar on the device."""
-    return (headers >> 9).sum(dtype=torch.int64) + headers.numel()
+    return (headers >> 10).sum(dtype=torch.int64) + headers.numel()
 
 
 def write(new: torch.Tensor, old: torch.Tensor, headers: torch.Tensor, out: torch.Tensor) -> None:
@@ -121,6 +135,31 @@ def _lengths(z: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.where(q < ESCAPE, q + 1 + k, ESCAPE + 16)
 
 
+def _rare(exponent: torch.Tensor, header: torch.Tensor) -> torch.Tensor:
+    """Bool, as `exponent`: weights of grouped tiles that seldom change."""
+    header = header.view(-1, 1, 1)
+    return (exponent > (header & 511)) & ((header & 512) > 0)
+
+
+def _any(marks: torch.Tensor) -> torch.Tensor:
+    """Bool [tiles, steps, lanes]: whether there is a mark in the weight's group."""
+    found = marks.view(-1, STEPS // GROUP, GROUP, LANES).any(2, keepdim=True)
+    return found.expand(-1, -1, GROUP, -1).reshape(marks.shape)
+
+
+def _shape(
+    z: torch.Tensor, exponent: torch.Tensor, inside: torch.Tensor, header: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bits of each weight; whether its group's bit goes before it, and what that is."""
+    rare = _rare(exponent, header)
+    moved = _any(rare & (z > 0))
+    k = ((header & 511).view(-1, 1, 1) - exponent).clamp(0, 15)
+    length = torch.where(inside & (moved | ~rare), _lengths(z, k), 0)
+    flagged = _any(rare)
+    flagged[:, torch.arange(STEPS, device=z.device) % GROUP != 0] = False
+    return length, flagged.to(torch.int64), moved.to(torch.int64)
+
+
 def plan_reference(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """See `plan`."""
     dtype, inside = old.dtype, _inside(old.numel(), old.device)
@@ -130,15 +169,16 @@ def plan_reference(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     wanted = torch.where(changed, _log2(z.clamp(min=1)) + exponent, 0)
     count = changed.sum((1, 2))
     middle = wanted.sum((1, 2)) // count.clamp(min=1)
-    best, chosen = torch.full_like(count, 1 << 62), torch.zeros_like(count)
+    best, header = torch.full_like(count, 1 << 62), torch.zeros_like(count)
     for shift in range(LOWEST, HIGHEST + 1):
-        tried = (middle + shift).clamp(min=0)
-        k = (tried.view(-1, 1, 1) - exponent).clamp(0, 15)
-        bits = torch.where(inside, _lengths(z, k), 0).sum((1, 2))
-        chosen = torch.where(bits < best, tried, chosen)
-        best = torch.minimum(bits, best)
-    words = torch.where(count > 0, _run(z, exponent, inside, chosen, None, None), 0)
-    return (words * 512 + chosen).to(torch.int32)
+        for grouped in (0, 512):
+            tried = (middle + shift).clamp(min=0) + grouped
+            length, flagged, _ = _shape(z, exponent, inside, tried)
+            lanes = (length + flagged).sum(1)
+            bits, words = lanes.sum(1), (lanes + 31 >> 5).sum(1)
+            header = torch.where(bits < best, words * 1024 + tried, header)
+            best = torch.minimum(bits, best)
+    return torch.where(count > 0, header, 0).to(torch.int32)
 
 
 def write_reference(
@@ -149,58 +189,32 @@ def write_reference(
     new, old = _bits(new), _bits(old)
     count = headers.numel()
     out[:count] = headers
-    words = (headers >> 9).to(torch.int64)
+    words = (headers >> 10).to(torch.int64)
     kept = words > 0
-    first = count + words.cumsum(0) - words
+    taken = (count + words.cumsum(0) - words)[kept].unsqueeze(1)
     z, exponent = _zigzag(new, old)[kept], _exponents(old, dtype)[kept]
-    chosen = (headers & 511).to(torch.int64)[kept]
-    _run(z, exponent, inside[kept], chosen, first[kept], out)
-
-
-def _run(
-    z: torch.Tensor,
-    exponent: torch.Tensor,
-    inside: torch.Tensor,
-    chosen: torch.Tensor,
-    first: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """Code tiles side by side; how many words each takes. Writes them where `out` is given."""
-    shape = (z.shape[0], LANES)
-    zero = torch.zeros(shape, dtype=torch.int64, device=z.device)
-    taken = torch.zeros(z.shape[0], 1, dtype=torch.int64, device=z.device)
-    if first is not None:
-        taken = first.unsqueeze(1).clone()
-    begun = taken.clone()
-    # `have`: the bits that the decoder's lane holds. A lane has places for its next two words.
-    have, held, filled, here, next_ = zero, zero, zero, zero - 1, zero - 1
-    k = (chosen.view(-1, 1, 1) - exponent).clamp(0, 15)
-    length = torch.where(inside, _lengths(z, k), 0)
+    header = headers[kept].to(torch.int64)
+    length, flagged, moved = _shape(z, exponent, inside[kept], header)
+    k = ((header & 511).view(-1, 1, 1) - exponent).clamp(0, 15)
     q = z >> k
     ones = (1 << q.clamp(max=ESCAPE)) - 1
     low = (z & ((1 << k) - 1)) << (q.clamp(max=ESCAPE) + 1)
     code = torch.where(q < ESCAPE, ones | low, ones | (z << ESCAPE))
-    code = torch.where(inside, code, 0)
-    for step in range(z.shape[1]):
-        needs = (have < 32).to(torch.int64)
-        place = taken + needs.cumsum(1) - needs
-        taken = taken + needs.sum(1, keepdim=True)
-        have = have + 32 * needs - length[:, step]
-        empty = here < 0
-        next_ = torch.where((needs > 0) & ~empty, place, next_)
-        here = torch.where((needs > 0) & empty, place, here)
+    code = torch.where(length > 0, code, 0) << flagged | moved & flagged
+    length = length + flagged
+    # The word that a lane fills. Before the first one it is a full one that lies nowhere.
+    held = torch.zeros(z.shape[0], LANES, dtype=torch.int64, device=z.device)
+    filled, here = held + 32, held - 1
+    for step in range(STEPS):
         held = held | (code[:, step] << filled)
         filled = filled + length[:, step]
-        full = filled >= 32
-        if out is not None:
-            out[here[full]] = _signed(held[full] & 0xFFFFFFFF)
-        held = torch.where(full, held >> 32, held)
-        filled = torch.where(full, filled - 32, filled)
-        here, next_ = torch.where(full, next_, here), torch.where(full, -1, next_)
-    if out is not None:
-        for rest, at in ((held, here), (zero, next_)):
-            out[at[at >= 0]] = _signed(rest[at >= 0])
-    return (taken - begun).squeeze(1)
+        needs = filled > 32
+        done = needs & (here >= 0)
+        out[here[done]] = _signed(held[done] & 0xFFFFFFFF)
+        held, filled = torch.where(needs, held >> 32, held), torch.where(needs, filled - 32, filled)
+        here = torch.where(needs, taken + needs.cumsum(1) - 1, here)
+        taken = taken + needs.sum(1, keepdim=True)
+    out[here[here >= 0]] = _signed(held[here >= 0])
 
 
 def _signed(words: torch.Tensor) -> torch.Tensor:
@@ -212,34 +226,48 @@ def read_reference(message: torch.Tensor, weights: torch.Tensor) -> None:
     n, dtype = weights.numel(), weights.dtype
     count = tiles(n)
     headers = message[:count].to(torch.int64)
-    words = headers >> 9
+    words = headers >> 10
     kept = words > 0
     if not bool(kept.any()):
         return
     whole, inside = _bits(weights), _inside(n, weights.device)[kept]
-    old = whole[kept]
-    k = ((headers & 511)[kept].view(-1, 1, 1) - _exponents(old, dtype)).clamp(0, 15)
+    old, header = whole[kept], headers[kept]
+    exponent = _exponents(old, dtype)
+    k, rare = ((header & 511).view(-1, 1, 1) - exponent).clamp(0, 15), _rare(exponent, header)
+    grouped = _any(rare)
     taken = (count + words.cumsum(0) - words)[kept].unsqueeze(1)
     stream = message.to(torch.int64) & 0xFFFFFFFF
     held = torch.zeros(old.shape[0], LANES, dtype=torch.int64, device=weights.device)
-    have, z = held, torch.zeros_like(old)
+    have, z, quiet = held, torch.zeros_like(old), held > 0
     for step in range(STEPS):
-        needs = have < 32
-        place = taken + needs.cumsum(1) - needs.to(torch.int64)
-        taken = taken + needs.sum(1, keepdim=True)
-        word = stream[place.clamp(max=stream.numel() - 1)]
-        held = held | torch.where(needs, word << have, 0)
-        have = have + 32 * needs.to(torch.int64)
-        q = _ones(held)
-        low = (held >> (q + 1)) & ((1 << k[:, step]) - 1)
-        found = torch.where(q < ESCAPE, q << k[:, step] | low, (held >> ESCAPE) & 0xFFFF)
-        found = torch.where(inside[:, step], found, 0)
-        length = torch.where(inside[:, step], _lengths(found, k[:, step]), 0)
-        z[:, step] = found
+        flagged = (grouped[:, step] & (step % GROUP == 0)).to(torch.int64)
+        # What is not there reads as zeros, so a code that is cut says more bits than there are.
+        for again in (False, True):
+            silent = torch.where(flagged > 0, (held & 1) == 0, quiet)
+            found, length = _one(held >> flagged, k[:, step])
+            there = inside[:, step] & ~(silent & rare[:, step])
+            length = torch.where(there, length, 0) + flagged
+            if again:
+                break
+            needs = length > have
+            place = taken + needs.cumsum(1) - 1
+            taken = taken + needs.sum(1, keepdim=True)
+            word = stream[place.clamp(min=0, max=stream.numel() - 1)]
+            held = held | torch.where(needs, word << have, 0)
+            have = have + 32 * needs
+        z[:, step], quiet = torch.where(there, found, 0), silent
         held, have = held >> length, have - length
     whole[kept] = _apply(old, z)
     bits = whole.view(-1)[:n]
     weights.view(torch.int16).copy_((bits - ((bits & 0x8000) << 1)).to(torch.int16))
+
+
+def _one(held: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distance that each lane's bits begin with, and how many bits it takes."""
+    q = _ones(held)
+    low = (held >> (q + 1)) & ((1 << k) - 1)
+    found = torch.where(q < ESCAPE, q << k | low, (held >> ESCAPE) & 0xFFFF)
+    return found, torch.where(q < ESCAPE, q + 1 + k, ESCAPE + 16)
 
 
 def _ones(held: torch.Tensor) -> torch.Tensor:

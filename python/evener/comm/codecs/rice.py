@@ -8,6 +8,8 @@ from evener.base import kernels as _kernels
 
 LANES, STEPS = 32, 256
 TILE = _kernels.DIFFERENCE_TILE
+# Weights of a lane that share a bit where it is a grouped tile's.
+GROUP = 4
 ESCAPE = 12
 # K is looked for around the mean of what each changed weight would want.
 LOWEST, HIGHEST = -3, 1

@@ -2,7 +2,11 @@
 
 A program is one warp that codes a tile: its lanes are the 32 lanes of the stream, so where the next
 words of all lanes lie is a sum over the warp. Nothing is shared between programs and nothing is
-atomic. Headers come first (`plan`), since a program has to know where its words begin.
+atomic. Headers come first (`plan`), since a program has to know where its words begin: a lane's
+words are its bits over 32, so they are counted without coding.
+
+A group of a lane's steps is written out: four steps (`rice.GROUP`), whose weights are loaded at
+once.
 """
 
 # Triton's kernels have no types that mypy could check.
@@ -14,7 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
-from evener.comm.codecs.rice import ESCAPE, EXPONENT, HIGHEST, LANES, LOWEST, STEPS, TILE, tiles
+from evener.comm.codecs.rice import (
+    ESCAPE,
+    EXPONENT,
+    HIGHEST,
+    LANES,
+    LOWEST,
+    STEPS,
+    tiles,
+)
 
 
 @triton.jit
@@ -52,6 +64,27 @@ def _length(z, k, ESCAPE: tl.constexpr):
 
 
 @triton.jit
+def _distance(new, old, at, n, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    """Zigzag, exponent, and whether there is such a weight; 0 where there is none."""
+    inside = at < n
+    before = _bits(old, at, inside)
+    return _zigzag(_bits(new, at, inside), before), (before >> SHIFT) & MASK, inside
+
+
+@triton.jit
+def _want(z, exponent):
+    return tl.sum(tl.where(z > 0, _log2(tl.maximum(z, 1)) + exponent, 0))
+
+
+@triton.jit
+def _bits_of(z, exponent, inside, chosen, quiet, ESCAPE: tl.constexpr):
+    """Of a weight, if those that are rare take none."""
+    skipped = quiet & (exponent > chosen)
+    length = _length(z, _clamp(chosen - exponent), ESCAPE)
+    return tl.where(inside & (skipped == 0), length, 0)
+
+
+@triton.jit
 def _choose(
     new,
     old,
@@ -62,28 +95,69 @@ def _choose(
     ESCAPE: tl.constexpr,
     LOWEST: tl.constexpr,
     TRIES: tl.constexpr,
-    TILE: tl.constexpr,
+    STEPS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """K of each tile, with its lowest word bit set where something changed."""
+    """The header of each tile: K and kind with the fewest bits, and its words."""
     tile = tl.program_id(0)
-    at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = at < n
-    before = _bits(old, at, inside)
-    z = _zigzag(_bits(new, at, inside), before)
-    exponent = (before >> SHIFT) & MASK
-    changed = z > 0
-    count = tl.sum(changed.to(tl.int32))
-    wanted = tl.where(changed, _log2(tl.maximum(z, 1)) + exponent, 0)
-    middle = tl.sum(wanted) // tl.maximum(count, 1)
+    group = tl.arange(0, STEPS // 4)[:, None]
+    at = tile.to(tl.int64) * (STEPS * LANES) + group * (4 * LANES) + tl.arange(0, LANES)[None, :]
+    z0, e0, i0 = _distance(new, old, at, n, SHIFT, MASK)
+    z1, e1, i1 = _distance(new, old, at + LANES, n, SHIFT, MASK)
+    z2, e2, i2 = _distance(new, old, at + 2 * LANES, n, SHIFT, MASK)
+    z3, e3, i3 = _distance(new, old, at + 3 * LANES, n, SHIFT, MASK)
+    changed = (z0 > 0).to(tl.int32) + (z1 > 0).to(tl.int32)
+    changed += (z2 > 0).to(tl.int32) + (z3 > 0).to(tl.int32)
+    count = tl.sum(changed)
+    wanted = _want(z0, e0) + _want(z1, e1) + _want(z2, e2) + _want(z3, e3)
+    middle = wanted // tl.maximum(count, 1)
     best = tl.full([], 1 << 30, tl.int32)
-    chosen = tl.zeros([], tl.int32)
-    for shift in tl.static_range(TRIES):
-        tried = tl.maximum(middle + LOWEST + shift, 0)
-        length = tl.where(inside, _length(z, _clamp(tried - exponent), ESCAPE), 0)
-        bits = tl.sum(length)
-        chosen = tl.where(bits < best, tried, chosen)
-        best = tl.minimum(bits, best)
-    tl.store(headers + tile, chosen | tl.where(count > 0, 512, 0))
+    header = tl.zeros([], tl.int32)
+    for at_ in tl.static_range(2 * TRIES):
+        shift = LOWEST + at_ // 2
+        grouped = at_ % 2
+        chosen = tl.maximum(middle + shift, 0)
+        # Without groups nothing is rare.
+        limit = chosen if grouped else 1 << 20
+        flagged = (e0 > limit) | (e1 > limit) | (e2 > limit) | (e3 > limit)
+        moved = ((e0 > limit) & (z0 > 0)) | ((e1 > limit) & (z1 > 0))
+        moved |= ((e2 > limit) & (z2 > 0)) | ((e3 > limit) & (z3 > 0))
+        quiet = flagged & (moved == 0)
+        bits = _bits_of(z0, e0, i0, chosen, quiet, ESCAPE)
+        bits += _bits_of(z1, e1, i1, chosen, quiet, ESCAPE)
+        bits += _bits_of(z2, e2, i2, chosen, quiet, ESCAPE)
+        bits += _bits_of(z3, e3, i3, chosen, quiet, ESCAPE) + flagged.to(tl.int32)
+        lanes = tl.sum(bits, 0)
+        total = tl.sum(lanes)
+        words = tl.sum((lanes + 31) >> 5)
+        header = tl.where(total < best, words * 1024 + grouped * 512 + chosen, header)
+        best = tl.minimum(total, best)
+    tl.store(headers + tile, tl.where(count > 0, header, 0))
+
+
+@triton.jit
+def _put(
+    z, exponent, inside, chosen, quiet, flagged, moved, held, filled, here, taken, out,
+    ESCAPE: tl.constexpr,
+):  # fmt: skip
+    """Append a weight's bits, behind its group's bit where it is `flagged`; write full words."""
+    k = _clamp(chosen - exponent)
+    length = _bits_of(z, exponent, inside, chosen, quiet, ESCAPE)
+    q = z >> k
+    capped = tl.minimum(q, ESCAPE)
+    ones = (1 << capped) - 1
+    low = (z & ((1 << k) - 1)) << (capped + 1)
+    code = tl.where(q < ESCAPE, ones | low, ones | (z << ESCAPE))
+    code = (tl.where(length > 0, code, 0) << flagged) | (moved & flagged)
+    held = held | (code.to(tl.int64) << filled.to(tl.int64))
+    filled += length + flagged
+    full = filled > 32
+    needs = full.to(tl.int32)
+    tl.store(out + here, held.to(tl.int32), full & (here >= 0))
+    held = tl.where(full, held >> 32, held)
+    filled -= 32 * needs
+    here = tl.where(full, taken + tl.cumsum(needs, 0) - 1, here)
+    return held, filled, here, taken + tl.sum(needs)
 
 
 @triton.jit
@@ -94,64 +168,89 @@ def _encode(
     first,
     out,
     n,
-    WRITE: tl.constexpr,
     SHIFT: tl.constexpr,
     MASK: tl.constexpr,
     ESCAPE: tl.constexpr,
     STEPS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Count a tile's words into its header, or write them."""
     tile = tl.program_id(0)
     header = tl.load(headers + tile)
-    if header >= 512:
+    if header >= 1024:
         chosen = header & 511
-        lane = tl.arange(0, LANES)
-        start = tile.to(tl.int64) * (STEPS * LANES)
-        taken = tl.zeros([], tl.int64)
-        if WRITE:
-            taken = tl.load(first + tile)
-        begun = taken
-        have = tl.zeros([LANES], tl.int32)
-        filled = tl.zeros([LANES], tl.int32)
+        limit = tl.where((header & 512) > 0, chosen, 1 << 20)
+        start = tile.to(tl.int64) * (STEPS * LANES) + tl.arange(0, LANES)
+        taken = tl.load(first + tile)
+        # The word that a lane fills. Before the first one it is a full one that lies nowhere.
         held = tl.zeros([LANES], tl.int64)
+        filled = tl.full([LANES], 32, tl.int32)
         here = tl.full([LANES], -1, tl.int64)
-        after = tl.full([LANES], -1, tl.int64)
-        for step in range(STEPS):
-            at = start + step * LANES + lane
-            inside = at < n
-            before = _bits(old, at, inside)
-            z = _zigzag(_bits(new, at, inside), before)
-            k = _clamp(chosen - ((before >> SHIFT) & MASK))
-            length = tl.where(inside, _length(z, k, ESCAPE), 0)
-            needs = (have < 32).to(tl.int32)
-            sums = tl.cumsum(needs, 0)
-            if WRITE:
-                place = taken + sums - needs
-                q = z >> k
-                capped = tl.minimum(q, ESCAPE)
-                ones = (1 << capped) - 1
-                low = (z & ((1 << k) - 1)) << (capped + 1)
-                code = tl.where(q < ESCAPE, ones | low, ones | (z << ESCAPE))
-                code = tl.where(inside, code, 0).to(tl.int64)
-                empty = here < 0
-                after = tl.where((needs > 0) & ~empty, place, after)
-                here = tl.where((needs > 0) & empty, place, here)
-                held = held | (code << filled.to(tl.int64))
-                filled += length
-                full = filled >= 32
-                tl.store(out + here, held.to(tl.int32), full)
-                held = tl.where(full, held >> 32, held)
-                filled = tl.where(full, filled - 32, filled)
-                here = tl.where(full, after, here)
-                after = tl.where(full, -1, after)
-            taken += tl.sum(needs)
-            have += 32 * needs - length
-        if WRITE:
-            tl.store(out + here, held.to(tl.int32), here >= 0)
-            tl.store(out + after, tl.zeros([LANES], tl.int32), after >= 0)
-        else:
-            tl.store(headers + tile, (taken - begun).to(tl.int32) * 512 + chosen)
+        none = tl.zeros([LANES], tl.int32)
+        for group in range(STEPS // 4):
+            at = start + group * (4 * LANES)
+            z0, e0, i0 = _distance(new, old, at, n, SHIFT, MASK)
+            z1, e1, i1 = _distance(new, old, at + LANES, n, SHIFT, MASK)
+            z2, e2, i2 = _distance(new, old, at + 2 * LANES, n, SHIFT, MASK)
+            z3, e3, i3 = _distance(new, old, at + 3 * LANES, n, SHIFT, MASK)
+            flagged = (e0 > limit) | (e1 > limit) | (e2 > limit) | (e3 > limit)
+            moved = ((e0 > limit) & (z0 > 0)) | ((e1 > limit) & (z1 > 0))
+            moved |= ((e2 > limit) & (z2 > 0)) | ((e3 > limit) & (z3 > 0))
+            quiet = flagged & (moved == 0)
+            held, filled, here, taken = _put(
+                z0, e0, i0, chosen, quiet, flagged.to(tl.int32), moved.to(tl.int32),
+                held, filled, here, taken, out, ESCAPE,
+            )  # fmt: skip
+            held, filled, here, taken = _put(
+                z1, e1, i1, chosen, quiet, none, none, held, filled, here, taken, out, ESCAPE
+            )
+            held, filled, here, taken = _put(
+                z2, e2, i2, chosen, quiet, none, none, held, filled, here, taken, out, ESCAPE
+            )
+            held, filled, here, taken = _put(
+                z3, e3, i3, chosen, quiet, none, none, held, filled, here, taken, out, ESCAPE
+            )
+        tl.store(out + here, held.to(tl.int32), here >= 0)
+
+
+@triton.jit
+def _parse(held, k, ESCAPE: tl.constexpr):
+    """The distance that `held` begins with, and its bits."""
+    low12 = (held & ((1 << ESCAPE) - 1)).to(tl.int32)
+    q = _log2(~low12 & (low12 + 1))
+    low = ((held >> (q + 1).to(tl.int64)).to(tl.int32)) & ((1 << k) - 1)
+    escaped = (held >> ESCAPE).to(tl.int32) & 0xFFFF
+    z = tl.where(q < ESCAPE, (q << k) | low, escaped)
+    return z, tl.where(q < ESCAPE, q + 1 + k, ESCAPE + 16)
+
+
+@triton.jit
+def _take(
+    before, at, inside, chosen, limit, flagged, quiet, held, have, taken, message, weights,
+    SHIFT: tl.constexpr, MASK: tl.constexpr, ESCAPE: tl.constexpr,
+):  # fmt: skip
+    """Read a weight, behind its group's bit where it is `flagged`, and write it."""
+    exponent = (before >> SHIFT) & MASK
+    k = _clamp(chosen - exponent)
+    rare = exponent > limit
+    # What is not there reads as zeros, so a code that is cut says more bits than there are.
+    silent = tl.where(flagged > 0, (held & 1) == 0, quiet)
+    z, length = _parse(held >> flagged.to(tl.int64), k, ESCAPE)
+    length = tl.where(inside & ((silent & rare) == 0), length, 0) + flagged
+    lacks = length > have
+    needs = lacks.to(tl.int32)
+    place = taken + tl.cumsum(needs, 0) - 1
+    word = tl.load(message + place, lacks, other=0).to(tl.int64) & 0xFFFFFFFF
+    held = held | (word << have.to(tl.int64))
+    have += 32 * needs
+    silent = tl.where(flagged > 0, (held & 1) == 0, quiet)
+    z, length = _parse(held >> flagged.to(tl.int64), k, ESCAPE)
+    there = inside & ((silent & rare) == 0)
+    z = tl.where(there, z, 0)
+    length = tl.where(there, length, 0) + flagged
+    number = (_ordered(before) + ((z >> 1) ^ -(z & 1))) & 0xFFFF
+    after = number ^ tl.where(number >= 0x8000, 0x8000, 0xFFFF)
+    tl.store(weights + at, after.to(tl.int16), inside)
+    return silent, held >> length.to(tl.int64), have - length, taken + tl.sum(needs)
 
 
 @triton.jit
@@ -168,37 +267,39 @@ def _decode(
 ):
     tile = tl.program_id(0)
     header = tl.load(message + tile)
-    if header >= 512:
+    if header >= 1024:
         chosen = header & 511
-        lane = tl.arange(0, LANES)
-        start = tile.to(tl.int64) * (STEPS * LANES)
+        limit = tl.where((header & 512) > 0, chosen, 1 << 20)
+        start = tile.to(tl.int64) * (STEPS * LANES) + tl.arange(0, LANES)
         taken = tl.load(first + tile)
         have = tl.zeros([LANES], tl.int32)
         held = tl.zeros([LANES], tl.int64)
-        for step in range(STEPS):
-            at = start + step * LANES + lane
-            inside = at < n
-            before = _bits(weights, at, inside)
-            k = _clamp(chosen - ((before >> SHIFT) & MASK))
-            lacks = have < 32
-            needs = lacks.to(tl.int32)
-            place = taken + tl.cumsum(needs, 0) - needs
-            word = tl.load(message + place, lacks, other=0).to(tl.int64) & 0xFFFFFFFF
-            taken += tl.sum(needs)
-            held = held | (word << have.to(tl.int64))
-            have += 32 * needs
-            low12 = (held & ((1 << ESCAPE) - 1)).to(tl.int32)
-            q = _log2(~low12 & (low12 + 1))
-            low = ((held >> (q + 1).to(tl.int64)).to(tl.int32)) & ((1 << k) - 1)
-            escaped = (held >> ESCAPE).to(tl.int32) & 0xFFFF
-            z = tl.where(q < ESCAPE, (q << k) | low, escaped)
-            z = tl.where(inside, z, 0)
-            length = tl.where(inside, _length(z, k, ESCAPE), 0)
-            held = held >> length.to(tl.int64)
-            have -= length
-            number = (_ordered(before) + ((z >> 1) ^ -(z & 1))) & 0xFFFF
-            after = number ^ tl.where(number >= 0x8000, 0x8000, 0xFFFF)
-            tl.store(weights + at, after.to(tl.int16), inside)
+        none = tl.zeros([LANES], tl.int32)
+        for group in range(STEPS // 4):
+            at0 = start + group * (4 * LANES)
+            at1, at2, at3 = at0 + LANES, at0 + 2 * LANES, at0 + 3 * LANES
+            i0, i1, i2, i3 = at0 < n, at1 < n, at2 < n, at3 < n
+            b0, b1 = _bits(weights, at0, i0), _bits(weights, at1, i1)
+            b2, b3 = _bits(weights, at2, i2), _bits(weights, at3, i3)
+            flagged = (((b0 >> SHIFT) & MASK) > limit) | (((b1 >> SHIFT) & MASK) > limit)
+            flagged |= (((b2 >> SHIFT) & MASK) > limit) | (((b3 >> SHIFT) & MASK) > limit)
+            # Without a rare weight, whether they are quiet is not asked.
+            quiet, held, have, taken = _take(
+                b0, at0, i0, chosen, limit, flagged.to(tl.int32), flagged, held, have, taken,
+                message, weights, SHIFT, MASK, ESCAPE,
+            )  # fmt: skip
+            _, held, have, taken = _take(
+                b1, at1, i1, chosen, limit, none, quiet, held, have, taken,
+                message, weights, SHIFT, MASK, ESCAPE,
+            )  # fmt: skip
+            _, held, have, taken = _take(
+                b2, at2, i2, chosen, limit, none, quiet, held, have, taken,
+                message, weights, SHIFT, MASK, ESCAPE,
+            )  # fmt: skip
+            _, held, have, taken = _take(
+                b3, at3, i3, chosen, limit, none, quiet, held, have, taken,
+                message, weights, SHIFT, MASK, ESCAPE,
+            )  # fmt: skip
 
 
 def plan(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -210,21 +311,8 @@ def plan(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     shift, mask = EXPONENT[old.dtype]
     new, old = new.view(torch.int16), old.view(torch.int16)
     tries = HIGHEST - LOWEST + 1
-    _choose[(count,)](new, old, headers, n, shift, mask, ESCAPE, LOWEST, tries, TILE, num_warps=8)
-    _encode[(count,)](
-        new,
-        old,
-        headers,
-        headers,
-        headers,
-        n,
-        False,
-        shift,
-        mask,
-        ESCAPE,
-        STEPS,
-        LANES,
-        num_warps=1,
+    _choose[(count,)](
+        new, old, headers, n, shift, mask, ESCAPE, LOWEST, tries, STEPS, LANES, num_warps=8
     )
     return headers
 
@@ -237,20 +325,9 @@ def write(new: torch.Tensor, old: torch.Tensor, headers: torch.Tensor, out: torc
     out[:count].copy_(headers)
     shift, mask = EXPONENT[old.dtype]
     n, new, old = old.numel(), new.view(torch.int16), old.view(torch.int16)
+    first = _first(headers)
     _encode[(count,)](
-        new,
-        old,
-        headers,
-        _first(headers),
-        out,
-        n,
-        True,
-        shift,
-        mask,
-        ESCAPE,
-        STEPS,
-        LANES,
-        num_warps=1,
+        new, old, headers, first, out, n, shift, mask, ESCAPE, STEPS, LANES, num_warps=1
     )
 
 
@@ -267,5 +344,5 @@ def read(message: torch.Tensor, weights: torch.Tensor) -> None:
 
 def _first(headers: torch.Tensor) -> torch.Tensor:
     """Where each tile's words begin in the message."""
-    words = (headers >> 9).to(torch.int64)
+    words = (headers >> 10).to(torch.int64)
     return words.cumsum(0) - words + headers.numel()

@@ -11,8 +11,9 @@ combined; a *cell* is one row with one column, run `repeats` times. How the part
     worker      that process: builds the model, trains, measures, reports
     results     runs -> cells -> figures;  stats, guard, nccl  parts of it (pure)
     table, markdown, page    the same figures for a terminal, a README, a browser
+    sharded      what FSDP2's columns shard, and in which precision
 
-Only agent, worker, models and wrap import torch.
+Only agent, worker, models, sharded and wrap import torch.
 """
 
 __all__ = ["models"]

@@ -307,6 +307,8 @@ def import_early(plan: Plan) -> None:
         wanted.append("torchvision.models")
     if any(column.wrap == "evener" for column in plan.columns):
         wanted.append("evener.ddp")
+    if any(column.sharded for column in plan.columns):
+        wanted.append("evener.fsdp")
     for name in wanted:
         # What is missing here is reported by the run that needs it.
         with contextlib.suppress(ImportError):

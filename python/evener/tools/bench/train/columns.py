@@ -19,8 +19,8 @@ class Column:
     """One way to combine gradients.
 
     `tolerance`: largest relative L2 distance between this column's first update of the parameters
-    and DDP's, from the same start and the same data; and between what the next steps do (see
-    `guard`). No update at all is at distance 1. A column beyond it is reported as failed.
+    and the reference's, from the same start and the same data; and between what the next steps do
+    (see `guard`). No update at all is at distance 1. A column beyond it is reported as failed.
     `evener`: shown as Evener's, not as what it is compared with. `gpu_only`: why the column does
     not run on CPUs, where it does not.
     """
@@ -34,6 +34,11 @@ class Column:
     tolerance: float = 0.02
     evener: bool = False
     gpu_only: str = ""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of the model only (FSDP2)."""
+        return self.wrap == "fsdp2"
 
 
 # Nobody knows what a hook of torch's has not sent: what it sends must point DDP's way.
@@ -91,6 +96,28 @@ def _overlapped() -> Iterable[Column]:
         )
 
 
+def _sharded() -> Iterable[Column]:
+    """FSDP2 over all ranks, alone and with Evener below it."""
+    yield Column(
+        "fsdp2",
+        "FSDP2",
+        "PyTorch's fully_shard of each block, over all ranks, as it comes",
+        "fsdp2",
+    )
+    for name in ("exact", "bf16", "int8", "int4"):
+        form = forms.described(name)
+        yield Column(
+            f"fsdp-{name}",
+            f"Evener FSDP {form.title}",
+            "fsdp2 with weights as exact differences"
+            + ("" if name == "exact" else f" and gradients in {form.title}"),
+            "fsdp2",
+            {"form": name},
+            tolerance=form.first_update,
+            evener=True,
+        )
+
+
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
@@ -123,6 +150,7 @@ COLUMNS: dict[str, Column] = {
         *_modes(),
         *_flat(),
         *_overlapped(),
+        *_sharded(),
     )
 }
 
@@ -134,7 +162,14 @@ DEFAULT = ("ddp", "ring", "exact", "fp16", "topk")
 # Row "one" needs no column: a single process has nobody to talk to.
 PLAIN = Column("plain", "plain PyTorch", "one process, no wrapper", "none")
 
-REFERENCE = "ddp"
+# What the others are compared with: the first of these that a table has.
+REFERENCES = ("ddp", "fsdp2")
+
+
+def reference(names: Iterable[str]) -> str | None:
+    """The column of `names` that the others are compared with, if it is there."""
+    present = set(names)
+    return next((name for name in REFERENCES if name in present), None)
 
 
 def column(name: str) -> Column:

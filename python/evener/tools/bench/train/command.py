@@ -152,9 +152,8 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
 @click.option(
     "--amp",
     type=click.Choice(["none", "bf16"]),
-    default="none",
-    show_default=True,
-    help="Autocast the forward pass.",
+    help="bf16: autocast the forward pass; with FSDP2's columns weights are gathered and gradients "
+    "reduced in bf16 instead. Default: bf16 in a table with FSDP2's columns, else none.",
 )
 @click.option(
     "--tf32/--no-tf32", default=True, show_default=True, help="Let GPUs multiply FP32 in TF32."
@@ -220,8 +219,8 @@ def train(ctx: click.Context, /, **given: Any) -> None:
 
     Rows are numbers of ranks, columns ways to combine gradients; every cell is run in fresh
     processes, repeats are interleaved, medians are shown with their spread. A column whose ranks
-    do not end with equal parameters, or whose first updates are not DDP's, fails and shows no
-    figure.
+    do not end with equal parameters, or whose first updates are not DDP's (without DDP: FSDP2's),
+    fails and shows no figure.
 
     The ranks are simulated nodes (--lab), the ranks of the launcher that started it (torchrun,
     mpirun, evener launch; or --hosts), or processes of this machine. NCCL keeps the network that
@@ -229,7 +228,7 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     """
     if given["modes"]:
         asked = ctx.get_parameter_source("column_names") == ParameterSource.COMMANDLINE
-        beside = given["column_names"] if asked else columns.REFERENCE
+        beside = given["column_names"] if asked else columns.REFERENCES[0]
         given["column_names"] = f"{beside},{columns.modes(given['modes'])}"
     if given["list_models"]:
         _list_models()
@@ -241,6 +240,9 @@ def train(ctx: click.Context, /, **given: Any) -> None:
         return
     # The peers are measured as they are without Evener; and all columns on the same network.
     os.environ.setdefault(settings.EVENER_NET.name, "off")
+    # Evener is under its own columns only.
+    for door in (settings.EVENER_DDP, settings.EVENER_FSDP):
+        os.environ.pop(door.name, None)
     if given["hosts"]:
         _start_on_hosts(ctx, given["hosts"], given["dry_run"])
     for path in (given["json_path"], given["html_path"]):
@@ -288,6 +290,11 @@ def _plan(given: dict[str, Any], cluster: Cluster) -> Plan:
     cpu = device == "cpu"
     model = given["model"] or ("vgg-tiny" if cpu else "vgg16")
     models.require(model)
+    wanted = columns.parse(given["column_names"])
+    if any(column.sharded for column in wanted):
+        from evener.tools.bench.train import sharded
+
+        sharded.require(model, wanted)
     if model in models.TEXT and (given["image_size"] or given["channels_last"]):
         raise UsageError(
             f"model {model} trains on text, and --image-size and --channels-last are for images",
@@ -302,6 +309,7 @@ def _plan(given: dict[str, Any], cluster: Cluster) -> Plan:
     options |= {
         "device": device,
         "model": model,
+        "amp": given["amp"] or ("bf16" if any(column.sharded for column in wanted) else "none"),
         "batch_size": given["batch_size"] or (16 if cpu else models.gpu_batch(model)),
         "threads": given["threads"] or max(1, len(os.sched_getaffinity(0)) // local),
         "background": cpu if background is None else background,
@@ -312,7 +320,7 @@ def _plan(given: dict[str, Any], cluster: Cluster) -> Plan:
         slots=cluster.slots,
         sizes=sizes,
         rows=[name.strip() for name in given["rows"].split(",") if name.strip()],
-        columns=columns.parse(given["column_names"]),
+        columns=wanted,
         device_word="process" if cpu else "GPU",
     )
 

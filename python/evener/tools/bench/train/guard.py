@@ -4,14 +4,17 @@ A column that skips the synchronisation would be the fastest of all. Two checks,
 
 * At the end the parameters of all ranks of a group are equal bit for bit. Each rank trains on data
   of its own, so this cannot happen by itself.
-* The first update of the parameters, and what the next steps do together, are near DDP's from the
-  same start and the same data. Forms with error feedback send their first step exactly, so only the
-  later ones tell; what such a form has not sent yet, which it knows, is counted as applied. So each
-  form must bring all of DDP's update: nothing that leaves out a part of it passes, least of all a
-  column that does not update anything. Updates are far too large to send around, so each run keeps
-  a count sketch of its updates (Charikar, Chen, Farach-Colton 2002: every entry is added to one of
-  `SKETCH` sums with a random sign, the same in all runs). It is linear, and keeps L2 lengths and
-  distances within a few per cent.
+* The first update of the parameters, and what the next steps do together, are near DDP's (in a
+  table without DDP: FSDP2's) from the same start and the same data. Forms with error feedback send
+  their first step exactly, so only the later ones tell; what such a form has not sent yet, which it
+  knows, is counted as applied. So each form must bring all of DDP's update: nothing that leaves out
+  a part of it passes, least of all a column that does not update anything. Updates are far too
+  large to send around, so each run keeps a count sketch of its updates (Charikar, Chen,
+  Farach-Colton 2002: every entry is added to one of `SKETCH` sums with a random sign, the same in
+  all runs). It is linear, and keeps L2 lengths and distances within a few per cent.
+
+Of a model that FSDP2 shards no rank holds all parameters. There the first check is of the weights
+that each rank gathers for its forward, in the column's own way.
 """
 
 from __future__ import annotations

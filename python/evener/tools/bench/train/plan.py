@@ -9,7 +9,7 @@ from typing import Any
 
 from evener.errors import UsageError
 from evener.tools.bench.train import columns as columns_module
-from evener.tools.bench.train.columns import PLAIN, REFERENCE, Column
+from evener.tools.bench.train.columns import PLAIN, Column
 
 ROWS = ("one", "node", "all")
 
@@ -150,11 +150,6 @@ def plural(count: int, word: str) -> str:
     """`1 GPU`, `4 GPUs`, `4 processes`."""
     ending = "" if count == 1 else "es" if word.endswith("s") else "s"
     return f"{count} {word}{ending}"
-
-
-def reference_column(plan: Plan) -> str | None:
-    """The column whose updates the others are compared with, if it is there."""
-    return REFERENCE if any(column.name == REFERENCE for column in plan.columns) else None
 
 
 def estimate(plan: Plan, *, cpu: bool) -> float:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evener.errors import UsageError
-from evener.tools.bench.train import guard, models, nccl
+from evener.tools.bench.train import columns, guard, models, nccl
 from evener.tools.bench.train.columns import PLAIN
-from evener.tools.bench.train.plan import Plan, Row, Run, reference_column
+from evener.tools.bench.train.plan import Plan, Row, Run
 from evener.tools.bench.train.stats import Spread, efficiency, spread
 
 SCHEMA = "evener.bench.train/1"
@@ -127,6 +127,12 @@ class Results:
     def sample(self) -> str:
         """What is counted: "image" or "sequence"."""
         return models.sample(self.settings["model"])
+
+    @property
+    def reference(self) -> ColumnInfo | None:
+        """The column that the others are compared with, if it is there."""
+        name = columns.reference(column.name for column in self.columns)
+        return next((column for column in self.columns if column.name == name), None)
 
     def cell(self, row: Row, column: str) -> Cell | None:
         """The cell, or None where it was not planned or has not run."""
@@ -309,9 +315,12 @@ def _guard(
         if problem:
             taken.reason = f"does not synchronise: {problem}"
             return
-    allowed, reference = plan.column(taken.column).tolerance, reference_column(plan)
-    taken.distance = _distance(results, taken, groups[0][0], reference, "update")
-    taken.later = _distance(results, taken, groups[0][0], reference, "later")
+    allowed = plan.column(taken.column).tolerance
+    reference = PLAIN if taken.column == PLAIN.name else results.reference
+    if reference is None:
+        return
+    taken.distance = _distance(results, taken, groups[0][0], reference.name, "update")
+    taken.later = _distance(results, taken, groups[0][0], reference.name, "later")
     if results.settings["device"] == "cuda":
         allowed = max(allowed, _GPU_TOLERANCE)
     for what, distance in (
@@ -320,7 +329,7 @@ def _guard(
     ):
         if distance is not None and not distance <= allowed:
             taken.reason = (
-                f"wrong result: its {what} {distance:.3g} from DDP's, "
+                f"wrong result: its {what} {distance:.3g} from {reference.title}'s, "
                 f"relative to their length; {allowed:g} is allowed"
             )
             if (
@@ -336,19 +345,15 @@ def _guard(
 
 
 def _distance(
-    results: Results, taken: RunResult, rank: dict[str, Any], reference: str | None, key: str
+    results: Results, taken: RunResult, rank: dict[str, Any], reference: str, key: str
 ) -> float | None:
-    """From DDP's; None where there is nothing to compare."""
+    """From the reference's; None where there is nothing to compare."""
     mine, theirs = rank.get(key), _reference_update(results, taken, reference, key)
     return None if mine is None or theirs is None else guard.distance(mine, theirs)
 
 
-def _reference_update(
-    results: Results, taken: RunResult, reference: str | None, key: str
-) -> str | None:
-    """DDP's updates in this row; of the first repeat, so that DDP is compared with itself."""
-    if taken.column == PLAIN.name:
-        reference = PLAIN.name
+def _reference_update(results: Results, taken: RunResult, reference: str, key: str) -> str | None:
+    """Its updates in this row; of the first repeat, so that it is compared with itself."""
     for run in results.runs:
         if run.row == taken.row and run.column == reference and run.ranks:
             update: str | None = run.ranks[0].get(key)

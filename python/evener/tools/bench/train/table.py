@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evener.tools.bench.train import models
-from evener.tools.bench.train.columns import PLAIN, REFERENCE
+from evener.tools.bench.train.columns import PLAIN
 from evener.tools.bench.train.plan import Row
 from evener.tools.bench.train.results import Cell, Results
 
@@ -66,7 +66,7 @@ def grid(results: Results) -> Grid:
 def title(results: Results) -> str:
     """Model, batch, precision, cluster."""
     settings = results.settings
-    precision = "bf16 autocast" if settings.get("amp") == "bf16" else "FP32"
+    precision = "bf16" if settings.get("amp") == "bf16" else "FP32"
     if settings.get("amp") != "bf16" and results.device_word == "GPU" and settings.get("tf32"):
         precision = "TF32"
     gradient = settings.get("gradient_bytes")
@@ -133,14 +133,15 @@ def _entry(cell: Cell, best: float | None) -> Entry:
 
 def _extras(made: Grid, results: Results, row: Row) -> None:
     cells = [results.cell(row, column.name) for column in results.columns]
-    reference = results.cell(row, REFERENCE)
-    if reference and reference.rate and not reference.reason:
-        base = reference.rate.median
+    reference = results.reference
+    found = results.cell(row, reference.name) if reference else None
+    if reference and found and found.rate and not found.reason:
+        base = found.rate.median
         ratios = tuple(
             f"{cell.rate.median / base:.2f}" if cell and cell.rate and not cell.reason else ""
             for cell in cells
         )
-        made.extras.append(("times DDP", ratios))
+        made.extras.append((f"times {reference.title}", ratios))
     made.extras.append((f"{results.sample}s/s in total", _total(cells, row.ranks)))
     if symbols := models.symbols(results.settings["model"]):
         made.extras.append(("tokens/s in total", _total(cells, row.ranks * symbols)))

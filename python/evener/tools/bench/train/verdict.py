@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from evener.tools.bench.train.columns import REFERENCE
 from evener.tools.bench.train.results import Cell, Results
 from evener.tools.bench.train.stats import Spread
 from evener.tools.bench.train.table import number
 
 
 def verdict(results: Results) -> str:
-    """How the best of Evener's columns compares with plain DDP on the whole cluster.
+    """How the best of Evener's columns compares with plain DDP, or FSDP2, on the whole cluster.
 
     Also the best that sends every gradient, where the best of all does not. A difference that is
     smaller than the spread of the runs is called none.
@@ -20,13 +19,14 @@ def verdict(results: Results) -> str:
         for column in results.columns
         if column.evener and (rate := _rate(results.cell(row, column.name)))
     ]
-    base_cell = results.cell(row, REFERENCE)
+    reference = results.reference
+    base_cell = results.cell(row, reference.name) if reference else None
     base = _rate(base_cell)
     shape, _, count = row.title.partition(": ")
     where = f"On {shape} ({count})" if count else f"On {shape}"
-    if base is None and base_cell is not None:
-        return f"{where} plain DDP failed, so there is nothing to compare with"
-    if base is None:
+    if reference and base is None and base_cell is not None:
+        return f"{where} plain {reference.title} failed, so there is nothing to compare with"
+    if reference is None or base is None:
         if not found:
             return f"{where} there is no figure yet"
         column, best = max(found, key=lambda one: one[1].median)
@@ -34,19 +34,23 @@ def verdict(results: Results) -> str:
             f"{where} {column.title} reaches {number(best.median)} {results.sample}s/s per "
             f"{results.device_word}; plain DDP was not measured beside it"
         )
-    base_title = next(c.title for c in results.columns if c.name == REFERENCE)
+    base_title = reference.title
     if not found:
         return f"{where} {base_title} reaches {number(base.median)} {results.sample}s/s"
     column, best = max(found, key=lambda one: one[1].median)
     said = f"{where} {_compared(column.title, best, base, base_title, results.sample)}"
-    exact = [one for one in found if one[0].name.startswith("exact")]
-    if exact and not column.name.startswith("exact"):
+    exact = [one for one in found if _exact(one[0].name)]
+    if exact and not _exact(column.name):
         mild, rate = max(exact, key=lambda one: one[1].median)
         said += f"; {mild.title}, which sends every gradient, {rate.median / base.median:.2f} x"
     failed = [
         c.title for c in results.columns if (cell := results.cell(row, c.name)) and cell.reason
     ]
     return said + (f"; {', '.join(failed)} failed" if failed else "")
+
+
+def _exact(name: str) -> bool:
+    return name.startswith(("exact", "fsdp-exact"))
 
 
 def _rate(cell: Cell | None) -> Spread | None:

@@ -36,7 +36,7 @@ from evener.base.settings import (
     LIGHT_TOPK_ALLREDUCE,
     LIGHT_TOPK_RATIO,
 )
-from evener.tools.bench.train import coding, guard, models, nccl, wrap
+from evener.tools.bench.train import coding, guard, models, nccl, sharded, wrap
 from evener.tools.bench.train.columns import Column
 from evener.tools.bench.train.plan import Options
 
@@ -166,12 +166,15 @@ class _Run:
     def measure(self) -> dict[str, Any]:
         options, task = self.options, self.task
         self._build()
-        before = self._sketch() if task.rank == 0 and task.group == 0 else None
+        looks = task.rank == 0 and task.group == 0
+        # To see a sharded parameter, all ranks take part.
+        before = self._sketch() if looks or self.column.sharded else None
         self._step()
         first_loss = self.loss.item()
         update = later = None
+        owed = self._owed()
         if before is not None:
-            first = self._sketch()
+            first = self._sketch(owed)
             update = guard.encode((first - before).tolist())
         self._phase("first step")
         for _ in range(guard.LATER):
@@ -213,8 +216,8 @@ class _Run:
             "first_loss": first_loss,
             "last_loss": last_loss if math.isfinite(last_loss) else str(last_loss),
             "checksum": self._checksum(),
-            "update": update,
-            "later": later,
+            "update": update if looks else None,
+            "later": later if looks else None,
             "sent_bytes": sent if task.slot == 0 else None,
             "gradient_bytes": sum(
                 p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad
@@ -241,9 +244,9 @@ class _Run:
         if options.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self.inputs = self.inputs.contiguous(memory_format=torch.channels_last)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        plain = torch.optim.SGD(self.parameters, lr=options.lr)
+        plain = torch.optim.SGD(model.parameters(), lr=options.lr)
         self.model, self.optimizer = wrap.wrap(model, plain, self.device, self.column, options)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.model.train()
         self.loss = torch.zeros((), device=self.device)
         self._phase("build")
@@ -257,7 +260,7 @@ class _Run:
         self.loss = loss.detach()
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        if self.options.amp == "bf16":
+        if self.options.amp == "bf16" and not self.column.sharded:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
@@ -339,7 +342,10 @@ class _Run:
         reducer = getattr(self.model, "evener", None)
         if reducer is None:
             return {}
-        residual = reducer.state_dict()["residual"]
+        state = reducer.state_dict()
+        if self.column.sharded:
+            return sharded.owed(self.model, state)
+        residual = state["residual"]
         named = zip(reducer.names, reducer.parameters, strict=True)
         return {id(p): residual[name] for name, p in named if name in residual}
 
@@ -353,7 +359,7 @@ class _Run:
         generator = torch.Generator(self.device).manual_seed(self.options.seed)
         piece = guard.SKETCH * 4096
         for parameter in self.parameters:
-            whole = parameter.detach()
+            whole = sharded.whole(parameter)
             if id(parameter) in owed:
                 whole = whole - self.options.lr * owed[id(parameter)].to(self.device)
             for values in whole.reshape(-1).split(piece):
@@ -368,7 +374,8 @@ class _Run:
 
     def _checksum(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        for parameter in self.parameters:
+        seen = sharded.gathered(self.model) if self.column.sharded else iter(self.parameters)
+        for parameter in seen:
             raw = parameter.detach().contiguous().view(-1).view(torch.uint8)
             digest.update(raw.cpu().numpy().data)
         return digest.hexdigest()
@@ -390,8 +397,8 @@ class _Run:
 
     def _carrier(self) -> dict[str, Any] | None:
         """What carries the exchange between nodes, and why; None where Evener does not reduce."""
-        reducer = getattr(self.model, "evener", None)
-        return None if reducer is None else reducer.communicators.route.carrier.to_json()
+        communicators = getattr(getattr(self.model, "evener", None), "communicators", None)
+        return None if communicators is None else communicators.route.carrier.to_json()
 
     def _planned(self) -> dict[str, Any] | None:
         """What Evener's planner decided and expected, where this column has one."""

@@ -124,6 +124,24 @@ def _horovod(
     return model, wrapped
 
 
+def _fsdp2(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    column: Column,
+    options: Options,
+) -> Wrapped:
+    from evener.tools.bench.train import sharded
+
+    sharded.shard(model, device, options)
+    if column.options:
+        from evener import fsdp
+
+        fsdp.accelerate(model, mode=str(column.options["form"]))
+    # Its parameters are other ones now.
+    return model, type(optimizer)(model.parameters(), **optimizer.defaults)
+
+
 WRAPPERS: dict[str, Wrapper] = {
     "none": _none,
     "ddp": _ddp,
@@ -132,4 +150,5 @@ WRAPPERS: dict[str, Wrapper] = {
     "powersgd": _powersgd,
     "evener": _evener,
     "horovod": _horovod,
+    "fsdp2": _fsdp2,
 }
