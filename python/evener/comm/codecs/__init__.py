@@ -4,4 +4,4 @@ Each has a plain torch reference; where it runs on a GPU, Triton's kernel is bes
 What is sent when, and what is remembered, is `evener.comm.wires`'.
 """
 
-__all__ = ["casts", "int8"]
+__all__ = ["casts", "checks", "int8"]
