@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO-3 and ZeRO++ as columns of fsdp_ethernet.py: the same GPT, batches and steps.
 
-`zero3` is plain. `zero++` adds what has a meaning with one rank per node: weights of 8 bits in
-all-gathers (qwZ) and gradients of 4 bits (qgZ), which are `qwz` and `qgz` alone; its third part
-(hpZ) shards a second copy of the weights within a node, and with one rank per node there is nothing
-to shard. Wang et al., "ZeRO++", arXiv 2306.10209.
+`zero3` is plain. `zero++` adds what has a meaning with one rank per node: weights of 8 bits in all-
+gathers (qwZ) and gradients of 4 bits (qgZ). Its third part (hpZ) shards a second copy of the
+weights within a node, and with one rank per node there is nothing to shard. Wang et al., "ZeRO++",
+arXiv 2306.10209.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import hsdp
 import torch
 
-WAYS = ("zero3", "zero++", "qwz", "qgz")
+WAYS = ("zero3", "zero++")
 
 
 class DeepSpeedColumn(hsdp.Column):
@@ -33,10 +33,8 @@ class DeepSpeedColumn(hsdp.Column):
             "contiguous_gradients": True,
             "stage3_param_persistence_threshold": 0,
         }
-        if name in ("zero++", "qwz"):
-            zero |= {"zero_quantized_weights": True}
-        if name in ("zero++", "qgz"):
-            zero |= {"zero_quantized_gradients": True}
+        if name == "zero++":
+            zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=torch.optim.AdamW(model.parameters(), lr=3e-4),

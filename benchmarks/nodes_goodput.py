@@ -144,7 +144,7 @@ def be_a_node(given: argparse.Namespace, folder: str, variables: dict[str, str])
 
 
 def digest_of(state: dict[str, Any]) -> str:
-    """Of the shared weights."""
+    """A hash of the shared weights."""
     bits = b"".join(value.numpy().tobytes() for value in state["shared"].values())
     return hashlib.sha256(bits).hexdigest()[:16]
 

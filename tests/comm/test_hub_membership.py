@@ -87,6 +87,16 @@ def test_a_round_waits_for_all_that_are_in_and_for_no_guest() -> None:
     assert [(do.what, do.number) for do in todo(membership, 3.0)] == [("entered", 3)]
 
 
+def test_a_guest_with_other_weights_in_this_round_gets_them_again() -> None:
+    membership = made()
+    begun(membership, 1, 2)
+    membership.meets(3, "n3", "u3", 0.0)
+    membership.asks(3, Claim(0, 7), 0.0)
+    assert [do.what for do in todo(membership)] == ["keep"]
+    membership.enters(3, Claim(0, 9), 1.0)  # a bit has flipped since
+    assert [(do.what, do.number) for do in todo(membership, 1.0)] == [("take", 3)]
+
+
 def test_who_has_not_been_answered_gets_the_weights_and_no_average() -> None:
     membership = made()
     begun(membership, 1, 2)

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 import evener.fsdp
 from evener.base import torch_names
-from evener.comm import mirrors, shards
+from evener.comm import ahead, mirrors, shards
 from evener.comm.codecs import differences, int4, int8
 from evener.comm.mirrors import Found, Mirror
 from tests.twins._ranks import Ranks, Switch
@@ -403,6 +403,13 @@ def _own_row_left(self: Mirror, found: Found, apply: Any = Mirror.apply) -> None
         self.rows[self.rank].copy_(before)  # type: ignore[index]
 
 
+def _mixed(looked: Sequence[tuple[Mirror, Found]], announce: Any = mirrors.announce) -> None:
+    announce(looked)
+    if len(looked) > 1:
+        one, other = looked[0][1], looked[1][1]
+        one.stated, other.stated = other.stated, one.stated
+
+
 def _not_asked(group: Any, state: Any = torch_names.fsdp_training_state) -> str:
     """Every gather is taken for one of a backward pass."""
     return state(group) and "PRE_BACKWARD"
@@ -425,6 +432,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "a change is overlooked": _put(mirrors.differences, "size", _overlooked),
     "the mirror's own row stays as it was": _put(Mirror, "apply", _own_row_left),
     "minus zero is zero": _put(mirrors, "bits", lambda weights: weights.float()),
+    "units of a group get each other's checksums": _put(ahead, "announce", _mixed),
     "nobody asks before a gather": _put(torch_names, "fsdp_training_state", _not_asked),
     "what INT4 did not send outlives a load": _put(
         shards.FormedReduceScatter, "will_load", _drops_nothing
@@ -472,7 +480,7 @@ PROGRAMS = st.fixed_dictionaries(
     {
         "seed": _seeds,
         "width": st.sampled_from([1, 5, 8, 37]),
-        "blocks": st.integers(1, 3),
+        "blocks": st.integers(1, 6),
         "tied": st.booleans(),
         "policy": st.sampled_from(sorted(POLICIES)),
         "reshard": st.booleans(),

@@ -112,7 +112,7 @@ class Reference:
 
     @torch.no_grad()
     def land(self, node: Plain) -> None:
-        """Of the node's own way, what it went since it sent remains."""
+        """The node keeps how far it went since it sent its change."""
         if node.sent is None:
             return
         for parameter, weight, sent in zip(

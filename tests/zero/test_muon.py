@@ -563,7 +563,7 @@ def test_plans_count_slots_and_updates_of_whole_matrices(moments: str) -> None:
 
 
 def test_a_plan_counts_one_moment_of_matrices_and_two_of_the_rest() -> None:
-    """Of a model and its optimizers, and by `evener plan-memory`."""
+    """Both `zero.plan` and `evener plan-memory` do."""
     with zero.empty_weights():
         model = Model(width=1024, blocks=3)
     matrices, rest = parts(model)

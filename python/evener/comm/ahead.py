@@ -18,6 +18,7 @@ that change between a forward pass and its backward pass, which no training does
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import weakref
@@ -34,9 +35,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from evener.base import torch_names
 from evener.comm.mirrors import Found, Mirror, Traffic, announce
 
-# Units that are compared together, at most, and the bytes of a shard beyond which no further one
-# joins them: their copies lie on the GPU until they have landed.
-_MOST, _TOGETHER = 4, 128 << 20
+# Units that are compared together, at most: few at first, while nothing else is on its way. And the
+# bytes of shards beyond which no further unit joins them: copies lie on the GPU until they land.
+_RAMP, _TOGETHER = (1, 1, 2, 4), 128 << 20
 
 
 @dataclass
@@ -101,8 +102,9 @@ class Lane:
 
     def _refresh(self, batch: Sequence[_Refresh]) -> None:
         waiting, flying = deque(batch), deque[tuple[_Refresh, Found, Any]]()
-        most = 1
+        ramp = itertools.chain(_RAMP, itertools.repeat(_RAMP[-1]))
         while waiting:
+            most = next(ramp)
             looked: list[tuple[_Refresh, Found]] = []
             size = 0
             # Equal on all ranks, as shards are.
@@ -123,8 +125,6 @@ class Lane:
                 if not found.unchanged:
                     sent = self._send(mirror, found, mirror.write(found))
                 flying.append((each, found, sent))
-            # The network has so much to do now that more can be compared meanwhile.
-            most = 1 if batch[0] is looked[0][0] else min(2 * most, _MOST)
         while flying:
             self._land(*flying.popleft())
 

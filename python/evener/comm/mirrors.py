@@ -103,10 +103,10 @@ def order(communicators: Communicators) -> list[int]:
 class Found:
     """One unit between its comparison and its end.
 
-    `says`: what this rank announces, int64 [3] on the device: words of its message beside the
-    header or what `_words` makes of them, checksum, checksums that were wrong. `words`: by rank,
-    those of its message. `stated`: every rank's checksum, int64 [ranks] on the device. `rows`: what
-    came, by rank.
+    `says`: what this rank announces, int64 [3] on the device: the words that its message would
+    have (negative: it sends its weights), its checksum, and how many checksums were wrong.
+    `words`: by rank, those of its message. `stated`: every rank's checksum, int64 [ranks] on the
+    device. `rows`: what came, by rank.
     """
 
     own: torch.Tensor

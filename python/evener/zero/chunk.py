@@ -31,7 +31,7 @@ class Run:
     end: int
     step: int
     shape: torch.Size | None = None
-    """Of the one parameter that it is, where the rule takes it as a whole."""
+    """The parameter's shape, if the rule updates it as a whole."""
 
 
 @dataclass

@@ -30,7 +30,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Schedulers look for it, to warn of a loop that never steps; here engine.step() does.
         self._opt_called = True
         self.together: Together | None = None
-        """Of several optimizers that were given."""
+        """Set where the program gave several optimizers."""
 
     def step(self, closure: Any = None) -> Any:
         """Update the weights from the gradients of the backward passes since the last step.

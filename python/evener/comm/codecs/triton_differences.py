@@ -78,7 +78,7 @@ def _want(z, exponent):
 
 @triton.jit
 def _bits_of(z, exponent, inside, chosen, quiet, ESCAPE: tl.constexpr):
-    """Of a weight, if those that are rare take none."""
+    """How many bits each weight takes; rare ones in a `quiet` group take none."""
     skipped = quiet & (exponent > chosen)
     length = _length(z, _clamp(chosen - exponent), ESCAPE)
     return tl.where(inside & (skipped == 0), length, 0)

@@ -251,7 +251,7 @@ class Membership:
             return
         member.claim = None
         same = claim == self.shared
-        if not same and member.told == self.shared:
+        if claim.round < self.shared.round and member.told == self.shared:
             member.place = "guest"  # it said so before what was sent to it arrived
             return
         member.told = self.shared
