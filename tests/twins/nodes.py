@@ -346,6 +346,7 @@ class Job:
         session = node.link.session
         node.link.again()
         until(lambda: node.link.session > session and self.place(node) == "guest", "it is back")
+        self._knows(node)
 
     def do_hub(self) -> None:
         """The hub is killed and started again."""
@@ -354,7 +355,19 @@ class Job:
         self.hub = LiveHub(min(self.least, len(self.nodes)), 3, self.hub.port)
         until(lambda: all(self.place(node) == "guest" for node in self.nodes), "all are back")
         until(lambda: self._as_far(), "the furthest weights are the hub's")
+        for node in self.nodes:
+            self._knows(node)
         self.plain.residual.zero_()
+
+    def _knows(self, node: Node) -> None:
+        """It hears that it is back: it may take steps before, and then a round ends without it. One
+        that is behind hears with its next step, as the reference does.
+        """
+        if not node.plain.behind:
+            until(
+                lambda: (node.hear(), node.rounds._ready == node.link.session)[1],
+                "it knows that it is back",
+            )
 
     def _as_far(self) -> bool:
         claim = self.hub.membership.shared
