@@ -21,7 +21,7 @@ from evener.embedding.torch.rows import as_options
 CHECK = """
 import sys, torch
 from evener.embedding import *
-from evener.embedding.torch import kernels
+from evener.embedding.torch import kernels, routes
 from evener.embedding.torch.rows import as_options
 
 OPTIMIZERS = [
@@ -38,23 +38,31 @@ for dim, dtype in CASES:
         assert kernels.try_step(dim, dtype, kind, device), (dim, dtype, optimizer)
 for dim in DIMS:
     assert kernels.try_add(dim, device), dim
+    assert kernels.try_pool(dim, device), dim
+assert kernels.try_number(device)
+assert routes.try_routes(device)
 """
 
 COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from evener.embedding.torch import triton_step as t
+from evener.embedding.torch import triton_bags, triton_route, triton_step as t
 
 KINDS = {
-    "places": "*i64", "version": "*i64", "frequency": "*i64", "of": "*i32", "index": "*i64",
-    "starts": "*i64", "n": "i32", "step": "i32", **dict.fromkeys(
-        ("gradients", "weight", "slots", "bags", "pieces", "out"), "*fp32"),
+    **dict.fromkeys(
+        ("places", "version", "frequency", "index", "starts", "columns", "tables", "limits", "head",
+         "mask", "inputs", "bases", "counts", "values"), "*i64"),
+    **dict.fromkeys(("of", "ids", "ends", "largest"), "*i32"),
+    **dict.fromkeys(("n", "step", "batch", "stride"), "i32"),
+    **dict.fromkeys(
+        ("gradients", "weight", "slots", "bags", "pieces", "out", "rows", "given"), "*fp32"),
 }
 
-def compile(kernel, **constants):
+def compile(kernel, kinds=(), **constants):
+    known = KINDS | dict(kinds)
     signature = {
-        name: "constexpr" if name in constants else KINDS.get(name, "fp32")
+        name: "constexpr" if name in constants else known.get(name, "fp32")
         for name in kernel.arg_names
     }
     made = triton.compile(ASTSource(kernel, signature, constants),
@@ -67,6 +75,14 @@ for kind in ("sgd", "adagrad", "row_wise_adagrad", "partial_row_wise_adam", "lam
             ROWS=t.ROWS)
 compile(t._pieces, DIM=128, PART=t.PART, BLOCK=128)
 compile(t._whole, DIM=128, PART=t.PART, BLOCK=128, TILE=t.TILE)
+for named in (True, False):
+    compile(triton_bags._pool, DIM=128, BLOCK=128, NAMED=named, PUT=named)
+compile(triton_bags._take, DIM=128, BLOCK=128, SAMPLES=triton_bags.SAMPLES, BOUND=True)
+compile(triton_bags._number, {"out": "*i32"}, BLOCK=32)
+size = dict(BLOCK=triton_route.BLOCK, SPREAD=triton_route.SPREAD)
+compile(triton_route._look, INPUTS=26, **size)
+compile(triton_route._tell, INPUTS=26, BLOCK=32)
+compile(triton_route._fill, {"out": "*i32"}, **size)
 """
 
 
@@ -104,7 +120,7 @@ def test_a_kernel_that_gives_other_bits_is_left_out(caplog: pytest.LogCaptureFix
             sys.modules["evener.embedding.torch"], "triton_step", module, create=True
         ),
     ):
-        assert not kernels._tried(
+        assert not kernels.tried(
             "it", lambda: kernels.try_step(4, "f32", optimizer, torch.device("cpu"))
         )
     assert "no kernel for it" in caplog.text and "other numbers" in caplog.text

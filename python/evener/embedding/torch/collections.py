@@ -411,7 +411,7 @@ class EmbeddingBagCollection(_Collection):
         names = [
             self._name(config, name) for config in self.configs for name in config.feature_names
         ]
-        return KeyedTensor(dict(zip(names, found, strict=True)))
+        return KeyedTensor(dict(zip(names, found[1:], strict=True)), found[0])
 
     def _weights(self, config: Any, own: list[JaggedTensor]) -> torch.Tensor | None:
         if not self.is_weighted:

@@ -193,9 +193,11 @@ def _call(given: Any, name: str) -> Any:
 class KeyedTensor:
     """Pooled features side by side: `values()` [batch, sum of dims], as torchrec's."""
 
-    def __init__(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """parts: [batch, dim] of each feature, in the order of columns."""
-        self._parts = dict(parts)
+    def __init__(
+        self, parts: Mapping[str, torch.Tensor], whole: torch.Tensor | None = None
+    ) -> None:
+        """parts: [batch, dim] of each feature, in the order of columns; `whole`: these columns."""
+        self._parts, self._whole = dict(parts), whole
 
     def keys(self) -> list[str]:
         """The features' names."""
@@ -203,7 +205,7 @@ class KeyedTensor:
 
     def values(self) -> torch.Tensor:
         """[batch, sum of dims]."""
-        return torch.cat(list(self._parts.values()), 1)
+        return torch.cat(list(self._parts.values()), 1) if self._whole is None else self._whole
 
     def length_per_key(self) -> list[int]:
         """Dims."""

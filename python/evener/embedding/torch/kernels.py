@@ -1,10 +1,11 @@
-"""What is done to the rows of a device all at once: sums of gradients by row, and their step.
+"""What is done to the rows of a device all at once: bags, sums of gradients by row, and their step.
 
-`add_reference` and `step_reference`, in torch operations, say what it is, and are what runs on a
-CPU. On a GPU one or two kernels (`triton_step`) do the same: there a step is bound by the number of
-kernels that the processor launches. Before they are used, they are tried on a few rows of each kind
-of table. A step must give the reference's bits, a sum the same up to rounding: torch's own sums
-are added in another order. Otherwise the reference goes on, and a warning says so.
+The functions that end in `_reference`, in torch operations, say what it is, and are what runs on a
+CPU. On a GPU one or two kernels (`triton_step`, `triton_bags`) do the same: there a step is bound
+by the number of kernels that the processor launches. Before they are used, they are tried on a few
+rows of each kind of table. Bags and a step must have the reference's bits, a sum the same up to
+rounding: torch's own sums are added in another order. Otherwise the reference goes on, and a
+warning says so.
 """
 
 from __future__ import annotations
@@ -12,15 +13,41 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from evener.embedding import Options, slots
 from evener.embedding.torch import updates
 from evener.embedding.torch.updates import Held
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Features of one dim that lie side by side in `out` [batch, ...]: where each begins."""
+
+    out: torch.Tensor
+    columns: tuple[int, ...]
+    at: torch.Tensor  # `columns`, on the device
+
+    @classmethod
+    def of(cls, columns: Sequence[int], out: torch.Tensor) -> Columns:
+        return cls(out, tuple(columns), torch.tensor(columns, dtype=torch.int64).to(out.device))
+
+    def like(self, out: torch.Tensor) -> Columns:
+        """The same columns of another tensor."""
+        return Columns(out, self.columns, self.at)
+
+
+def on(device: torch.device) -> bool:
+    """Whether kernels are asked for at all."""
+    return device.type == "cuda"
 
 
 def step(
@@ -30,7 +57,7 @@ def step(
 
     `number`: of the step; `t`: which of all; `lr`: rounded to float32.
     """
-    if places.device.type == "cuda" and _steps(_kind(rows.options), places.device):
+    if on(places.device) and _steps(_kind(rows.options), places.device):
         from evener.embedding.torch import triton_step
 
         triton_step.step(rows, places, gradients, number, t, lr)
@@ -55,46 +82,68 @@ def step_reference(
 
 
 def add(
-    ids: torch.Tensor, bags: torch.Tensor, lengths: torch.Tensor
+    ids: torch.Tensor,
+    bags: torch.Tensor,
+    ends: torch.Tensor,
+    after: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that `ids` [n] name, once each and ascending, and the sum of the gradients of each.
+    """Rows that `ids` (int32 [n]) name, once each and ascending, and the sum of each's gradients.
 
-    `bags` [m, dim]: gradients of bags, `lengths` [m]: how many of the ids each has. A row gets the
-    gradient of its bags, in their order, the same way in every run.
+    `bags` [m, dim]: gradients of bags, `ends` (int32 [m + 1]): where the ids of each begin and end.
+    A row gets the gradient of its bags, in their order, the same way in every run. Rows (int64) and
+    sums `after` stand behind these.
     """
-    if ids.device.type == "cuda" and _adds(bags.shape[1], ids.device):
-        return _add_sorted(ids, bags, lengths)
-    return add_reference(ids, bags, lengths)
+    if on(ids.device) and _adds(bags.shape[1], ids.device):
+        return _add_sorted(ids, bags, ends, after)
+    return add_reference(ids, bags, ends, after)
 
 
 def add_reference(
-    ids: torch.Tensor, bags: torch.Tensor, lengths: torch.Tensor
+    ids: torch.Tensor,
+    bags: torch.Tensor,
+    ends: torch.Tensor,
+    after: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `add`."""
     places, inverse = torch.unique(ids, return_inverse=True)
-    return places, spread(bags, inverse.to(lengths.dtype), lengths, len(places))
+    sums = spread(bags, inverse.int(), ends, len(places))
+    return torch.cat((places.long(), after[0])), torch.cat((sums, after[1]))
 
 
-def spread(
-    gradients: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, n: int
-) -> torch.Tensor:
-    """[n, dim]: each row's sum of the gradients [bags, dim] of its bags, in their order."""
+def spread(gradients: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor, n: int) -> torch.Tensor:
+    """[n, dim]: each row's sum of the gradients [bags, dim] of its bags, in their order.
+
+    `ids` (int32 [m]): rows of bags; `ends` (int32 [bags + 1]): where those of each begin and end.
+    """
     if not ids.numel() or not n:
         return gradients.new_zeros(n, gradients.shape[1])
+    lengths = ends.diff()
     found: torch.Tensor = torch.ops.aten._embedding_bag_dense_backward(
-        gradients, ids, _bags(ids, lengths), lengths, ids[:0], n, False, 0, None
+        gradients, ids, bags_of(ends, ids.numel()), lengths, ids[:0], n, False, 0, None
     )
     return found
 
 
-def _bags(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The bag of each id."""
-    count = torch.arange(len(lengths), dtype=ids.dtype, device=ids.device)
-    return torch.repeat_interleave(count, lengths, output_size=ids.numel())
+def bags_of(ends: torch.Tensor, n: int) -> torch.Tensor:
+    """int32 [n]: the bag of each id."""
+    if on(ends.device) and _numbers(ends.device):
+        from evener.embedding.torch import triton_bags
+
+        return triton_bags.number(ends, n)
+    return bags_of_reference(ends, n)
+
+
+def bags_of_reference(ends: torch.Tensor, n: int) -> torch.Tensor:
+    """See `bags_of`."""
+    count = torch.arange(len(ends) - 1, dtype=ends.dtype, device=ends.device)
+    return torch.repeat_interleave(count, ends.diff(), output_size=n)
 
 
 def _add_sorted(
-    ids: torch.Tensor, bags: torch.Tensor, lengths: torch.Tensor
+    ids: torch.Tensor,
+    bags: torch.Tensor,
+    ends: torch.Tensor,
+    after: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from evener.embedding.torch import triton_step
 
@@ -102,9 +151,84 @@ def _add_sorted(
     places, index, counts = torch.unique_consecutive(
         ordered, return_inverse=True, return_counts=True
     )
-    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-    of = _bags(ids, lengths)[order]
-    return places, triton_step.add_rows(bags.contiguous(), of, index, starts)
+    starts = F.pad(counts.cumsum(0), (1, 0))
+    of = bags_of(ends, len(ids))[order]
+    n = len(places)
+    sums = bags.new_empty(n + len(after[0]), bags.shape[1])
+    triton_step.add_rows(bags.contiguous(), of, index, starts, sums[:n])
+    sums[n:] = after[1]
+    return torch.cat((places.long(), after[0])), sums
+
+
+def pool(
+    rows: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    to: Columns | None = None,
+) -> torch.Tensor:
+    """float32 [bags, dim]: sums of rows [n, dim] that `ids` (int32) name, in their order.
+
+    `ends` (int32 [bags + 1]): where the ids of each bag begin and end. Without these two row i is
+    bag i. `to`: where bags are put instead of a tensor of their own, which is then what returns.
+    """
+    if not (on(rows.device) and _pools(rows.shape[1], rows.device)):
+        return pool_reference(rows, ids, ends, to)
+    from evener.embedding.torch import triton_bags
+
+    return triton_bags.pool(rows, ids, ends, to)
+
+
+def pool_reference(
+    rows: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    to: Columns | None = None,
+) -> torch.Tensor:
+    """See `pool`."""
+    bags = rows
+    if ids is not None and ends is not None:
+        if ids.numel():
+            bags = F.embedding_bag(ids, rows, ends, mode="sum", include_last_offset=True)
+        else:
+            bags = rows.new_zeros(ends.numel() - 1, rows.shape[1])
+    if to is None:
+        return bags
+    for column, part in zip(to.columns, bags.view(len(to.columns), -1, rows.shape[1]), strict=True):
+        to.out[:, column : column + rows.shape[1]] = part
+    return to.out
+
+
+def take(
+    of: Columns, dim: int, largest: torch.Tensor | None = None, tables: torch.Tensor | None = None
+) -> torch.Tensor:
+    """float32 [features, batch, dim]: the columns of gradients [batch, ...].
+
+    `largest` [tables]: raised to the largest magnitude in the columns of each of `tables` (int64
+    [features]); infinite where one is not finite.
+    """
+    if not (on(of.out.device) and _pools(dim, of.out.device)):
+        return take_reference(of, dim, largest, tables)
+    from evener.embedding.torch import triton_bags
+
+    return triton_bags.take(of, dim, largest, tables)
+
+
+def take_reference(
+    of: Columns, dim: int, largest: torch.Tensor | None = None, tables: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `take`."""
+    if not of.columns:
+        return of.out.new_zeros(0, len(of.out), dim)
+    found = torch.stack([of.out[:, column : column + dim] for column in of.columns])
+    if largest is not None and tables is not None and found.numel():
+        largest.scatter_reduce_(0, tables, sizes(found.flatten(1)), "amax")
+    return found
+
+
+def sizes(rows: torch.Tensor) -> torch.Tensor:
+    """[n]: the largest magnitude of each row; infinite where one is not finite."""
+    found: torch.Tensor = torch.linalg.vector_norm(rows, ord=math.inf, dim=1)
+    return found.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
 def _kind(options: dict[str, Any]) -> str:
@@ -116,17 +240,27 @@ def _kind(options: dict[str, Any]) -> str:
 @functools.cache
 def _steps(kind: str, device: torch.device) -> bool:
     dim, dtype, optimizer = json.loads(kind)
-    return _tried(
+    return tried(
         f"the step of {optimizer['kind']}", lambda: try_step(dim, dtype, optimizer, device)
     )
 
 
 @functools.cache
+def _pools(dim: int, device: torch.device) -> bool:
+    return tried("bags", lambda: try_pool(dim, device))
+
+
+@functools.cache
+def _numbers(device: torch.device) -> bool:
+    return tried("bags of ids", lambda: try_number(device))
+
+
+@functools.cache
 def _adds(dim: int, device: torch.device) -> bool:
-    return _tried("sums of gradients", lambda: try_add(dim, device))
+    return tried("sums of gradients", lambda: try_add(dim, device))
 
 
-def _tried(what: str, trial: Any) -> bool:
+def tried(what: str, trial: Any) -> bool:
     """Whether a kernel gives what the reference gives."""
     try:
         wrong = "" if trial() else "it gives other numbers than torch's operations"
@@ -176,10 +310,50 @@ def try_add(dim: int, device: torch.device) -> bool:
     ids = torch.randint(0, 100, (n,), generator=draw, dtype=torch.int32)
     ids[: n // 2] = 7  # a row of many entries
     bags = torch.randn(len(lengths), dim, generator=draw).to(device)
-    given = ids.to(device), bags, lengths.to(device)
-    places, sums = _add_sorted(*given)
-    right, wanted = add_reference(*given)
-    _, sizes = add_reference(given[0], bags.abs(), given[2])
+    ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+    more = torch.arange(200, 203, device=device), torch.ones(3, dim, device=device)
+    places, sums = _add_sorted(ids.to(device), bags, ends, more)
+    right, wanted = add_reference(ids.to(device), bags, ends, more)
+    _, whole = add_reference(ids.to(device), bags.abs(), ends, more)
     # Each of n additions may round the sum of magnitudes once.
-    bound = n * 2.0**-24 * sizes
+    bound = n * 2.0**-24 * whole
     return torch.equal(places, right) and bool(((sums - wanted).abs() <= bound).all())
+
+
+def try_number(device: torch.device) -> bool:
+    """Whether ids get the bags that they get by the reference."""
+    from evener.embedding.torch import triton_bags
+
+    ends = torch.tensor([0, 0, 1, 40, 40, 140, 141], dtype=torch.int32, device=device)
+    return torch.equal(triton_bags.number(ends, 141), bags_of_reference(ends, 141))
+
+
+def try_pool(dim: int, device: torch.device) -> bool:
+    """Whether bags, and the columns of their gradients, have the bits of the references."""
+    from evener.embedding.torch import triton_bags
+
+    draw = torch.Generator().manual_seed(dim)
+    batch, features = 33, 3
+    lengths = torch.randint(0, 9, (features * batch,), generator=draw, dtype=torch.int32)
+    ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+    rows = torch.randn(50, dim, generator=draw).to(device)
+    ids = torch.randint(0, 50, (int(lengths.sum()),), generator=draw, dtype=torch.int32).to(device)
+    near = torch.randn(features * batch, dim, generator=draw).to(device)
+    near[3, 0], near[70, dim - 1] = math.nan, -math.inf
+    columns = Columns.of([2 * dim + 1, 0, dim + 1], torch.zeros(batch, 3 * dim + 1, device=device))
+    tables = torch.tensor([1, 0, 1], device=device)
+    pairs = [(triton_bags.pool(rows, ids, ends), pool_reference(rows, ids, ends))]
+    for own, of, bags in ((rows, ids, ends), (near, None, None)):
+        mine, right = (columns.like(torch.zeros_like(columns.out)) for _ in range(2))
+        triton_bags.pool(own, of, bags, mine)
+        pool_reference(own, of, bags, right)
+        pairs.append((mine.out, right.out))
+        bounds = [torch.zeros(2, device=device) for _ in range(2)]
+        pairs.append(
+            (
+                triton_bags.take(mine, dim, bounds[0], tables),
+                take_reference(right, dim, bounds[1], tables),
+            )
+        )
+        pairs.append((bounds[0], bounds[1]))
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)

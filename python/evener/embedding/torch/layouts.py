@@ -6,6 +6,7 @@ rank knows it of every other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from evener.embedding.torch import updates
 from evener.embedding.torch.forms import Form
+from evener.embedding.torch.kernels import Columns
 from evener.embedding.torch.sharded import Ranks
 from evener.embedding.torch.table import Table
 from evener.errors import UsageError
@@ -45,17 +47,58 @@ class Group:
 class Side:
     """Features of a group that cross in one way, in the order in which they cross: by owner.
 
-    `features`: their numbers; `inputs`: which input each reads, on the device; `bases`: what is
-    added to its ids; `cuts`: how many of each owner.
+    `features`: their numbers; `columns`: theirs in the result; `inputs`: which input each reads, on
+    the device; `bases`: what is added to its ids; `cuts`: how many of each owner.
     """
 
     features: list[int]
+    columns: Columns
     inputs: torch.Tensor
     bases: torch.Tensor
     cuts: list[int]
     places: list[int]  # `inputs`, on the host
     tables: torch.Tensor  # the table of each
     means: torch.Tensor | None  # bool [features, 1]: whose sums are divided; None: of none
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Each way of each feature, in the order in which `routes.fill` puts them into one tensor.
+
+    `blocks`: inputs of slots that lie one behind another: of each rank and group, and then, of each
+    group, of what is pooled here. `counts`: whether a block has lengths, or ends. `inputs`,
+    `bases`, `lengths`: of each slot, on the device.
+    """
+
+    alone: bool
+    blocks: list[list[int]]
+    counts: list[bool]
+    inputs: torch.Tensor
+    bases: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, bags: Sequence[Side], whole: Sequence[Side], device: torch.device) -> Slots:
+        ranks = len(bags[0].cuts)
+        blocks: list[list[int]] = []
+        bases: list[int] = []
+        begins = [0] * len(bags)
+        for r in range(ranks):
+            for g, side in enumerate(bags):
+                part = slice(begins[g], begins[g] + side.cuts[r])
+                begins[g] += side.cuts[r]
+                blocks.append(side.places[part])
+                bases += side.bases.tolist()[part]
+        counts = [ranks > 1] * len(blocks) + [False] * len(whole)
+        for side in whole:
+            blocks.append(side.places)
+            bases += side.bases.tolist()
+        lengths = [own for own, block in zip(counts, blocks, strict=True) for _ in block]
+        inputs, *rest = (
+            torch.tensor(each, dtype=torch.int64).to(device)
+            for each in ([i for block in blocks for i in block], bases, lengths)
+        )
+        return cls(ranks == 1, blocks, counts, inputs, *rest)
 
 
 @dataclass
@@ -69,7 +112,8 @@ class Layout:
     whole: list[Side]
     sent: list[list[int]]  # rows of each owner's tables that are sent whole
     lies: list[torch.Tensor]  # the table of each such row, of all owners
-    mask: torch.Tensor  # [owners * groups, inputs]: whose ids go where
+    mask: torch.Tensor  # int64 [owners * groups, inputs]: whose ids go where
+    slots: Slots
 
 
 class Plan:
@@ -92,6 +136,9 @@ class Plan:
         self.of_table = [
             [i for i, each in enumerate(features) if each.table == t] for t in range(len(tables))
         ]
+        self.dims = [tables[feature.table].dim for feature in features]
+        self.columns = [0, *itertools.accumulate(self.dims)][:-1]
+        self.nothing = torch.empty(0, device=self.device)
         self.groups = self._grouped()
         self._layouts: dict[Any, Layout] = {}
 
@@ -180,6 +227,7 @@ class Plan:
                 to.append(
                     Side(
                         side[0],
+                        Columns.of([self.columns[f] for f in side[0]], self.nothing),
                         self.up(places),
                         self.up(side[1]),
                         side[2],
@@ -199,6 +247,7 @@ class Plan:
             sent,
             lies,
             mask.view(-1, len(inputs)).to(self.device),
+            Slots.of(bags, whole, self.device),
         )
         if len(self._layouts) > 16:
             self._layouts.clear()

@@ -40,8 +40,9 @@ def look(asked: Sequence[tuple[Table, torch.Tensor]], train: bool) -> list[torch
     return list(_Look.apply(anchor, asked))
 
 
-def pooled(exchange: Exchange, given: Any, train: bool) -> list[torch.Tensor]:
-    """float32 [batch, dim] for each feature of a resident collection. Collective on several ranks.
+def pooled(exchange: Exchange, given: Any, train: bool) -> tuple[torch.Tensor, ...]:
+    """float32 [batch, columns] of a resident collection, and each feature's of them [batch, dim].
+    Collective on several ranks.
 
     `train`: with a gradient. Raises UsageError as `look` does, and for ids that have no row.
     """
@@ -50,12 +51,14 @@ def pooled(exchange: Exchange, given: Any, train: bool) -> list[torch.Tensor]:
             table.begin()
     way = exchange.way(given)
     if not train:
-        return exchange.values(way)
+        whole = exchange.values(way)
+        return whole, *whole.split(exchange.dims, 1)
     for feature, ids in zip(exchange.features, way.seen, strict=True):
         feature.seen[0] += ids
         feature.seen[1] += way.layout.batch
     anchor = torch.empty(0, requires_grad=True)
-    return list(_Pooled.apply(anchor, exchange, way))
+    found: tuple[torch.Tensor, ...] = _Pooled.apply(anchor, exchange, way)
+    return found
 
 
 def prefetch(asked: Sequence[tuple[Table, torch.Tensor, torch.Tensor]]) -> None:
@@ -85,7 +88,7 @@ def exchange(tables: Sequence[Table]) -> list[Table]:
     for table in tables:
         together, table.together = table.together, []
         for of, way, gradients in together:
-            touched += of.give(way, gradients)
+            touched += of.give(way, gradients[0], gradients[1:])
     for table in tables:
         local, table.local = table.local, []
         if table.sharded is None:
@@ -115,7 +118,8 @@ def check(tables: Sequence[Table]) -> None:
     parts, inside = [], set()
     for arena in _arenas(tables):
         assert arena.pending is not None
-        parts.append(arena.pending.sums)
+        if arena.pending.finite != arena.pending.sums._version:
+            parts.append(arena.pending.sums)
         inside |= {id(table) for table, _ in arena.pending.pieces}
     for table in tables:
         parts += [flag for _, flag in table.overflow.pieces]
@@ -311,7 +315,8 @@ class _Pooled(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.exchange, ctx.way = exchange, way
         ctx.set_materialize_grads(False)
-        return tuple(exchange.values(way))
+        whole = exchange.values(way)
+        return whole, *whole.split(exchange.dims, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
+from evener.embedding.torch import kernels, routes
 from evener.embedding.torch.forms import Form, decode, encode, width
-from evener.embedding.torch.kernels import add, spread
 from evener.embedding.torch.layouts import Feature, Group, Layout, Plan, Side
 from evener.embedding.torch.resident import Arena, Pending
 from evener.embedding.torch.sharded import _ABSENT, _SAFE, Ranks, _added
@@ -39,7 +38,7 @@ class Way:
     """One lookup: how its ids went, for rows to come back and gradients to follow."""
 
     layout: Layout
-    lengths: list[torch.Tensor]  # of each group's features: those of bags, then of whole tables
+    bags: torch.Tensor  # where all bags end, of all inputs
     ids: list[torch.Tensor]  # of whole tables, and where bags of them end
     ends: list[torch.Tensor]
     batches: list[int]  # of each rank
@@ -49,11 +48,8 @@ class Way:
     seen: list[int]  # ids of each feature
 
 
-def pool(ids: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """[bags, dim]: sums of rows."""
-    if not ids.numel():
-        return rows.new_zeros(ends.numel() - 1, rows.shape[1])
-    return F.embedding_bag(ids, rows, ends, mode="sum", include_last_offset=True)
+_SUMS = _SAFE / 2**31
+"""A row may be in each of a rank's bags: what a sum of gradients below this makes is finite."""
 
 
 class Exchange(Plan):
@@ -119,7 +115,7 @@ class Exchange(Plan):
         if ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(ready)
-            for part in (*way.lengths, *way.ids, *way.ends, *way.asked, *way.stops):
+            for part in (way.bags, *way.ids, *way.ends, *way.asked, *way.stops):
                 part.record_stream(stream)
         return way
 
@@ -134,64 +130,41 @@ class Exchange(Plan):
         ends = given.offsets().to(self.device)
         batch = (ends.numel() - 1) // max(1, len(inputs))
         layout = self.layout(inputs, batch)
-        lengths = ends.diff()
-        at = ends[layout.at]
-        each = at.diff()
-        which = torch.searchsorted(
-            at[1:].contiguous(), torch.arange(len(values), device=at.device), right=True
-        )
-        most = layout.limits[which.clamp_(max=len(inputs) - 1)]
-        wrong = ((values < 0) | (values >= most)) & (most >= 0)
-        odd = (ends[0] != 0) | (ends[-1] != len(values)) | (lengths < 0).any()
-        bad = torch.stack((wrong.any(), odd)).long()
-        goes = (layout.mask * each).sum(1).view(self.size, -1)
-        told = torch.cat(
-            (bad.sum().expand(self.size, 1), goes.new_full((self.size, 1), batch), goes), 1
-        )
-        came = torch.cat(self._swap(list(told), [told.shape[1]] * self.size)).view(self.size, -1)
-        known = torch.cat((bad, at, came.flatten(), goes.flatten())).tolist()
-        bad_here, start, told_by = known[:2], known[2 : 3 + len(inputs)], known[3 + len(inputs) :]
-        half = came.numel()
-        of = [told_by[r * came.shape[1] : (r + 1) * came.shape[1]] for r in range(self.size)]
-        self._refuse(bad_here, any(each[0] for each in of), values, which, most, inputs, wrong)
-        goes_to, n = told_by[half:], len(self.groups)
-
-        def taken(side: Side) -> torch.Tensor:
-            """Ids of these features, one behind another."""
-            if not side.features:
-                return values.new_empty(0).int()
-            parts = [values[start[i] : start[i + 1]] for i in side.places]
-            total = sum(map(len, parts))
-            bases = torch.repeat_interleave(side.bases, each[side.inputs], output_size=total)
-            return (torch.cat(parts) + bases).int()
-
-        by_input = lengths.view(len(inputs), batch).int()
-        long = [by_input[side.inputs] for side in layout.bags]
-        ids = [taken(side) for side in layout.bags]
-        bodies: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
-        for g, side in enumerate(layout.bags):
-            parts = ids[g].split([goes_to[r * n + g] for r in range(self.size)])
-            for r, (of_ids, of_lengths) in enumerate(
-                zip(parts, long[g].split(side.cuts), strict=True)
-            ):
-                bodies[r] += [of_lengths.flatten(), of_ids]
-        batches = [each[1] for each in of]
+        n = len(self.groups)
+        known = routes.look(values, ends, layout)
+        if self.ranks is None:
+            head = known.tolist()
+            told = [[max(head[:2]), batch, *head[3 + len(inputs) :]]]
+        else:
+            goes = known[3 + len(inputs) :].view(self.size, n)
+            first = known[:2].sum().expand(self.size, 1)
+            mine = torch.cat((first, goes.new_full((self.size, 1), batch), goes), 1)
+            came = torch.empty_like(mine)
+            dist.all_to_all_single(came, mine, group=self.ranks.everyone)
+            both = torch.cat((known, came.flatten())).tolist()
+            head, rest = both[: len(known)], both[len(known) :]
+            told = [rest[r * (2 + n) : (r + 1) * (2 + n)] for r in range(self.size)]
+        start = head[2 : 3 + len(inputs)]
+        self._refuse(head[:2], any(each[0] for each in told), values, ends, layout, inputs)
+        filled = routes.fill(values, ends, layout, start)
+        batches = [each[1] for each in told]
         counts = [[self.sent(group, self.rank, b)[0] for b in batches] for group in self.groups]
-        sizes = [
-            [x for g in range(n) for x in (counts[g][r], of[r][2 + g])] for r in range(self.size)
-        ]
-        arrived = self._swap([torch.cat(body) for body in bodies], [sum(each) for each in sizes])
-        pieces = [part.split(each) for part, each in zip(arrived, sizes, strict=True)]
-        asked = [torch.cat([p[2 * g + 1] for p in pieces]) for g in range(n)]
-        stops = [_ends(torch.cat([p[2 * g] for p in pieces])) for g in range(n)]
-        near = [taken(side) for side in layout.whole]
-        short = [by_input[side.inputs] for side in layout.whole]
+        asked, stops = filled.asked, filled.stops
+        if self.ranks is not None:
+            sizes = [
+                [x for g in range(n) for x in (counts[g][r], told[r][2 + g])]
+                for r in range(self.size)
+            ]
+            arrived = self._swap(filled.bodies, [sum(each) for each in sizes])
+            pieces = [part.split(each) for part, each in zip(arrived, sizes, strict=True)]
+            asked = [torch.cat([p[2 * g + 1] for p in pieces]) for g in range(n)]
+            stops = [routes.ends_of(torch.cat([p[2 * g] for p in pieces])) for g in range(n)]
         self._count_keys(layout, start)
         return Way(
             layout,
-            [torch.cat(each) for each in zip(long, short, strict=True)],
-            near,
-            [_ends(each.flatten()) for each in short],
+            ends,
+            filled.near,
+            filled.ends,
             batches,
             asked,
             stops,
@@ -203,11 +176,10 @@ class Exchange(Plan):
         self,
         bad: list[int],
         any_bad: bool,
-        values: Any,
-        which: Any,
-        most: Any,
-        inputs: Any,
-        wrong: Any,
+        values: torch.Tensor,
+        ends: torch.Tensor,
+        layout: Layout,
+        inputs: Sequence[str],
     ) -> None:
         if not any_bad:
             return
@@ -217,10 +189,12 @@ class Exchange(Plan):
                 "give a length per feature and sample, whose sum is the number of ids",
             )
         if bad[0]:
+            wrong, which = routes.out_of_range(values, ends[layout.at].long(), layout)
             at = int(torch.nonzero(wrong)[0])
+            i = int(which[at])
             raise UsageError(
-                f"feature {inputs[int(which[at])]!r} has id {int(values[at])}, and its table has "
-                f"num_embeddings={int(most[at])}",
+                f"feature {inputs[i]!r} has id {int(values[at])}, and its table has "
+                f"num_embeddings={int(layout.limits[i])}",
                 "give ids from 0; tables of any id cannot be resident",
             )
         raise UsageError("another rank's features do not fit", "its own error says why")
@@ -244,15 +218,23 @@ class Exchange(Plan):
         return form if self.remote[peer] else "exact"
 
     @torch.no_grad()
-    def values(self, way: Way) -> list[torch.Tensor]:
-        """[batch, dim] of each feature. Collective."""
+    def values(self, way: Way) -> torch.Tensor:
+        """[batch, columns]: features side by side, in their order. Collective."""
         layout = way.layout
+        out = torch.empty(layout.batch, sum(self.dims), device=self.device)
+        if self.ranks is None:
+            for g, arena in enumerate(self.arenas):
+                assert arena is not None
+                arena.ready()
+                _, first, last = self.sent(self.groups[g], 0, layout.batch)
+                self._put(out, way, g, arena.weight, arena.weight[first:last], way.asked[g])
+            return out
         parts: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         for g, (group, arena) in enumerate(zip(self.groups, self.arenas, strict=True)):
             if arena is None:
                 continue
             arena.ready()
-            pooled = pool(way.asked[g], arena.weight, way.stops[g]).split(way.counts[g])
+            pooled = kernels.pool(arena.weight, way.asked[g], way.stops[g]).split(way.counts[g])
             for r, batch in enumerate(way.batches):
                 _, first, last = self.sent(group, self.rank, batch)
                 form = self._form(group.forms[0], r)
@@ -268,7 +250,6 @@ class Exchange(Plan):
         ]
         arrived = self._swap(whole, [sum(each) for each in sizes])
         pieces = [part.split(each) for part, each in zip(arrived, sizes, strict=True)]
-        found: list[Any] = [None] * len(self.features)
         for g, group in enumerate(self.groups):
             forms = [self._form(group.forms[0], r) for r in range(self.size)]
             bags, rows = (
@@ -280,18 +261,32 @@ class Exchange(Plan):
                 )
                 for i in (0, 1)
             )
-            near = pool(way.ids[g], rows, way.ends[g])
-            sides = (layout.bags[g], layout.whole[g])
-            lengths = way.lengths[g].split([len(side.features) for side in sides])
-            for side, each, long in zip(sides, (bags, near), lengths, strict=True):
-                if not side.features:
-                    continue
-                each = self._divided(
-                    side, each.view(len(side.features), layout.batch, group.dim), long
-                )
-                for f, part in zip(side.features, each.unbind(0), strict=True):
-                    found[f] = part
-        return found
+            self._put(out, way, g, bags, rows)
+        return out
+
+    def _put(
+        self,
+        out: torch.Tensor,
+        way: Way,
+        g: int,
+        bags: torch.Tensor,
+        rows: torch.Tensor,
+        ids: torch.Tensor | None = None,
+    ) -> None:
+        """Put features of a group into their columns: `bags`, or what `ids` name of them, and what
+        this rank pools of `rows`."""
+        sides = way.layout.bags[g], way.layout.whole[g]
+        ends = None if ids is None else way.stops[g]
+        given = (bags, ids, ends), (rows, way.ids[g], way.ends[g])
+        for side, each in zip(sides, given, strict=True):
+            if not side.features or not way.layout.batch:
+                continue
+            to = side.columns.like(out)
+            if side.means is None:
+                kernels.pool(*each, to)
+                continue
+            pooled = kernels.pool(*each).view(len(side.features), way.layout.batch, -1)
+            kernels.pool(self._divided(side, pooled, way).flatten(0, 1), to=to)
 
     def _back(self, layout: Layout, g: int, group: Group, owner: int) -> tuple[int, int]:
         """Bytes of bags and of rows that an owner sends."""
@@ -310,51 +305,50 @@ class Exchange(Plan):
             n = batch * len(self.of_table[t]) if i < first else self.rows[t]
             self._add(t, what, n * each, other)
 
-    def _divided(self, side: Side, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def _divided(self, side: Side, rows: torch.Tensor, way: Way) -> torch.Tensor:
         """[features, batch, dim], those of tables with pooling MEAN divided by their lengths."""
         if side.means is None:
             return rows
+        inputs, batch = len(way.layout.limits), way.layout.batch
+        lengths = way.bags.diff().view(inputs, batch)[side.inputs]
         parts = torch.where(side.means, lengths.clamp(min=1), torch.ones_like(lengths))
         return rows / parts.unsqueeze(2)
 
     # Gradients go.
 
     @torch.no_grad()
-    def give(self, way: Way, gradients: Sequence[torch.Tensor | None]) -> list[Table]:
-        """Bring gradients [batch, dim] of each feature to the owners, None where there is none.
+    def give(
+        self, way: Way, whole: torch.Tensor | None, gradients: Sequence[torch.Tensor | None]
+    ) -> list[Table]:
+        """Bring gradients to the owners: of what `values` gave as a `whole`, and of each feature's
+        columns [batch, dim], None where there is none.
 
         The tables that any rank has some for. Collective.
         """
         layout = way.layout
-        used = [gradient is not None for gradient in gradients]
+        used = [whole is not None or gradient is not None for gradient in gradients]
         idle = [t for t, of in enumerate(self.of_table) if not any(used[f] for f in of)]
+        given = self._side_by_side(layout.batch, whole, gradients)
         bounds = torch.zeros(len(self.tables), device=self.device)
         parts: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         tail: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         for g, group in enumerate(self.groups):
+            sides = layout.bags[g], layout.whole[g]
+            bags = kernels.take(sides[0].columns.like(given), group.dim, bounds, sides[0].tables)
+            near = kernels.take(sides[1].columns.like(given), group.dim)
             bags, near = (
-                self._stacked(side, gradients, group.dim, layout.batch)
-                for side in (layout.bags[g], layout.whole[g])
-            )
-            lengths = way.lengths[g].split(
-                [len(side.features) for side in (layout.bags[g], layout.whole[g])]
-            )
-            bags, near = (
-                self._divided(side, each, long)
-                for side, each, long in zip(
-                    (layout.bags[g], layout.whole[g]), (bags, near), lengths, strict=True
-                )
+                self._divided(side, each, way)
+                for side, each in zip(sides, (bags, near), strict=True)
             )
             total = sum(layout.sent[g])
-            rows = spread(near.flatten(0, 1), way.ids[g], lengths[1].flatten(), total)
-            if layout.bags[g].features and layout.batch:
-                bounds.scatter_reduce_(0, layout.bags[g].tables, _largest(bags.flatten(1)), "amax")
-            bounds.scatter_reduce_(0, layout.lies[g], _largest(rows), "amax")
+            rows = kernels.spread(near.flatten(0, 1), way.ids[g], way.ends[g], total)
             flags = torch.zeros(total, dtype=torch.uint8, device=self.device)
-            flags[way.ids[g].long()] = 1
+            if total:
+                bounds.scatter_reduce_(0, layout.lies[g], kernels.sizes(rows), "amax")
+                flags.index_fill_(0, way.ids[g].long(), 1)
             for r, (bag, row, flag) in enumerate(
                 zip(
-                    bags.split(layout.bags[g].cuts),
+                    bags.split(sides[0].cuts),
                     rows.split(layout.sent[g]),
                     flags.split(layout.sent[g]),
                     strict=True,
@@ -367,27 +361,32 @@ class Exchange(Plan):
         if idle:
             bounds[idle] = _ABSENT
         head = bounds.view(torch.uint8)
+        bodies = [[head, *parts[r], *tail[r]] for r in range(self.size)]
+        if self.ranks is None:
+            return self._received(way, bodies, bounds.unsqueeze(0))
         for r in range(self.size):
             for t in range(len(self.tables)):
                 self._add(t, "counts", 4, r)
         sizes = [self._brought(b, r) for r, b in enumerate(way.batches)]
-        arrived = self._swap(
-            [torch.cat([head, *parts[r], *tail[r]]) for r in range(self.size)],
-            [sum(each) for each in sizes],
-        )
+        arrived = self._swap([torch.cat(body) for body in bodies], [sum(each) for each in sizes])
         pieces = [part.split(each) for part, each in zip(arrived, sizes, strict=True)]
         of_ranks = torch.stack([_floats(p[0]) for p in pieces])
         return self._received(way, pieces, of_ranks)
 
-    def _stacked(
-        self, side: Side, gradients: Sequence[torch.Tensor | None], dim: int, batch: int
+    def _side_by_side(
+        self, batch: int, whole: torch.Tensor | None, gradients: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
-        """[features, batch, dim]; 0 where there is none."""
-        if not side.features:
-            return torch.zeros(0, batch, dim, device=self.device)
-        nothing = torch.zeros(batch, dim, device=self.device)
-        found = [gradients[f] for f in side.features]
-        return torch.stack([nothing if each is None else each.float() for each in found])
+        """[batch, columns]: gradients of all features, 0 where there is none."""
+        if whole is not None and all(each is None for each in gradients):
+            return whole.float().contiguous()
+        found = torch.cat(
+            [
+                torch.zeros(batch, dim, device=self.device) if each is None else each.float()
+                for each, dim in zip(gradients, self.dims, strict=True)
+            ],
+            1,
+        )
+        return found if whole is None else found + whole
 
     def _brought(self, batch: int, rank: int) -> list[int]:
         """Bytes of each part of what a rank with this batch brings here."""
@@ -412,20 +411,18 @@ class Exchange(Plan):
                     for p, form in zip(pieces, forms, strict=True)
                 ]
             )
-            places, sums = add(way.asked[g], bags, way.stops[g].diff())
             own = [self.sent(group, self.rank, b)[1] for b in way.batches]
             first = min(own)
-            rows = torch.zeros(len(arena.weight) - first, group.dim, device=self.device)
-            flags = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
-            for p, form, start in zip(pieces, forms, own, strict=True):
-                rows[start - first :] += _plain(p[2 + 2 * g], form, group.dim)
-                flags[start - first :] |= p[1 + 2 * n + g].bool()
-            near = torch.nonzero(flags)[:, 0]
-            places = torch.cat((places.long(), near + first))
-            sums = torch.cat((sums, rows[near]))
+            rows = [
+                _plain(p[2 + 2 * g], form, group.dim) for p, form in zip(pieces, forms, strict=True)
+            ]
+            flags = [p[1 + 2 * n + g] for p in pieces]
+            more, there = (rows[0], flags[0]) if self.size == 1 else _aligned(rows, flags)
+            near = torch.nonzero(there)[:, 0]
+            places, sums = kernels.add(way.asked[g], bags, way.stops[g], (near + first, more[near]))
             if len(set(own)) > 1:  # a table that one rank asked for bags, and another had whole
                 places, sums = summed(places, sums)
-            if group.average:
+            if group.average and self.size > 1:
                 sums = sums / self.size
             marks.append(torch.searchsorted(places, arena.starts).double())
             lies = torch.bucketize(places, arena.starts, right=True) - 1  # the table of each
@@ -439,10 +436,11 @@ class Exchange(Plan):
         cuts = [int(each) for each in known[size:]]
         finite = [math.isfinite(each) for each in bound]
         mine: dict[int, torch.Tensor] = {}
+        made: list[tuple[Pending, list[int]]] = []
         for group, arena, places, keys, sums in waits:
             ends = [*cuts[: len(arena.rows)], len(places)]
             cuts = cuts[len(arena.rows) :]
-            there = []
+            waiting = []
             for i, t in enumerate(group.owned[self.rank]):
                 if bound[t] < 0:
                     continue
@@ -450,35 +448,38 @@ class Exchange(Plan):
                 piece = (keys[part], sums[part])
                 mine[t] = piece[1]
                 self.tables[t].waiting.pieces.append(piece)
-                there.append((self.tables[t], piece))
-            whole = sum(len(piece[0]) for _, piece in there) == len(places)
-            arena.pending = Pending(places, sums, there) if there and whole else None
-        large = [t for t, each in enumerate(bound) if finite[t] and each >= _SAFE]
+                waiting.append((self.tables[t], piece))
+            arena.pending = None
+            if waiting and sum(len(piece[0]) for _, piece in waiting) == len(places):
+                arena.pending = Pending(places, sums, waiting)
+                made.append((arena.pending, [t for t in group.owned[self.rank] if bound[t] >= 0]))
+        large = [t for t, each in enumerate(bound) if finite[t] and each >= _SUMS]
         if large and self.ranks is not None:  # the same on all ranks, as bounds are
             spoilt = [float(t in mine and not bool(mine[t].isfinite().all())) for t in large]
             for t, bad in zip(large, self.ranks.largest(spoilt), strict=True):
                 finite[t] = not bad
         touched = [t for t, each in enumerate(bound) if not each < 0]
-        if self.ranks is not None and touched:
-            flags = torch.tensor([[0.0 if finite[t] else math.nan] for t in touched]).to(
-                self.device
-            )
-            zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-            for t, flag in zip(touched, flags.split(1), strict=True):
-                self.tables[t].overflow.receive(zero, flag)
+        for pending, of in made:
+            if all(finite[t] and (bound[t] < _SUMS or self.ranks is not None) for t in of):
+                pending.found_finite()
+        # A rank without rows has no gradient that torch's GradScaler could look at: one has a flag.
+        for t in touched if self.ranks is not None else ():
+            if not finite[t] or t == touched[0]:
+                self.tables[t].flag(not finite[t])
         return [self.tables[t] for t in touched]
 
 
-def _ends(lengths: torch.Tensor) -> torch.Tensor:
-    """int32 [bags + 1]."""
-    zero = lengths.new_zeros(1)
-    return torch.cat((zero, lengths.cumsum(0, dtype=torch.int32)))
-
-
-def _largest(rows: torch.Tensor) -> torch.Tensor:
-    """[n]: the largest magnitude of each row; infinite where one is not finite."""
-    found: torch.Tensor = torch.linalg.vector_norm(rows, ord=math.inf, dim=1)
-    return found.nan_to_num_(nan=math.inf, posinf=math.inf)
+def _aligned(
+    rows: Sequence[torch.Tensor], flags: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of rows and of flags that end together, in the order of ranks."""
+    most = max(rows, key=len)
+    found = torch.zeros_like(most)
+    there = torch.zeros(len(most), dtype=torch.uint8, device=most.device)
+    for row, flag in zip(rows, flags, strict=True):
+        found[len(most) - len(row) :] += row
+        there[len(most) - len(row) :] |= flag
+    return found, there
 
 
 def _coded(rows: torch.Tensor, form: Form) -> torch.Tensor:

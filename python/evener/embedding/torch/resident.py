@@ -34,6 +34,11 @@ class Pending:
     places: torch.Tensor
     sums: torch.Tensor
     pieces: list[tuple[Table, Piece]]
+    finite: int = -1  # the version of `sums` that is known to be finite
+
+    def found_finite(self) -> None:
+        """All of `sums` is finite, until it is changed."""
+        self.finite = self.sums._version
 
     @property
     def whole(self) -> bool:

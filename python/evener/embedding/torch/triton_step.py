@@ -296,17 +296,20 @@ def _whole(pieces, starts, out, DIM: tl.constexpr, PART: tl.constexpr, BLOCK: tl
 
 
 def add_rows(
-    bags: torch.Tensor, of: torch.Tensor, index: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
-    """[rows, dim]: for each row the sum of `bags` [m, dim] of its entries.
+    bags: torch.Tensor,
+    of: torch.Tensor,
+    index: torch.Tensor,
+    starts: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """`out` [rows, dim]: for each row the sum of `bags` [m, dim] of its entries.
 
     Entries are sorted by row: `of` (int [n]) has the bag of each, `index` (int64 [n]) its row,
     counted from 0 without gaps, and `starts` (int64 [rows + 1]) where a row's entries begin.
     """
     n, rows, dim = len(of), len(starts) - 1, bags.shape[1]
-    out = torch.empty(rows, dim, device=bags.device)
     if not n:
-        return out
+        return
     parts = triton.cdiv(n, PART)
     block = min(128, triton.next_power_of_2(dim))
     pieces = torch.empty(parts + rows, dim, device=bags.device)
@@ -317,4 +320,3 @@ def add_rows(
     _whole[(rows, columns)](
         pieces, starts, out, DIM=dim, PART=PART, BLOCK=block, TILE=TILE, **small
     )
-    return out
