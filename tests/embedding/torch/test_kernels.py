@@ -72,7 +72,7 @@ def compile(kernel, kinds=(), **constants):
 
 for kind in ("sgd", "adagrad", "row_wise_adagrad", "partial_row_wise_adam", "lamb", "adam"):
     compile(t._step, DIM=40, SLOTS=80, KIND=kind, DECAYS=True, DECOUPLED=False, DTYPE="bf16",
-            ROWS=t.ROWS)
+            ROWS=t.ROWS, WIDE=64)
 compile(t._pieces, DIM=128, PART=t.PART, BLOCK=128)
 compile(t._whole, DIM=128, PART=t.PART, BLOCK=128, TILE=t.TILE)
 for named in (True, False):

@@ -1,10 +1,10 @@
 """The step of rows that lie on a GPU, in one kernel: what `updates` does in torch operations.
 
 A step of `Arena` is some forty small kernels in torch: rows are gathered, updated value by value in
-many passes, and put back. Here a program takes some rows through all of it. Rows are read 16 values
-at a time: a sum over a row is made of every sixteenth value by itself and then of these sums by
-halves, as the store has it, so all optimizers give the store's bits. For that nothing is contracted
-into a fused multiply-add, and divisions and roots are rounded to nearest.
+many passes, and put back. Here a program takes some rows through all of it. A sum over a row is
+made of every sixteenth value by itself and then of these sums by halves, as the store has it, so
+all optimizers give the store's bits. For that nothing is contracted into a fused multiply-add, and
+divisions and roots are rounded to nearest.
 
 `add_rows` adds up gradients by row: entries that are sorted by row, in parts of `PART`, and then
 the parts of a row. What a row gets depends on nothing but its own entries and their order.
@@ -88,6 +88,7 @@ def _step(
     DECOUPLED: tl.constexpr,
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = at < n
@@ -147,9 +148,9 @@ def _step(
             size = trust * lr
             keep = size
 
-    # What is of each value.
-    for part in tl.static_range((DIM + 15) // 16):
-        column = part * 16 + lanes
+    # What is of each value: in wide pieces, because nothing is read ahead of what is written.
+    for begin in tl.static_range(0, DIM, WIDE):
+        column = begin + tl.arange(0, WIDE)
         inside = here[:, None] & (column < DIM)[None, :]
         to = weight + row[:, None] * DIM + column[None, :]
         own = slots + row[:, None] * SLOTS + column[None, :]
@@ -249,6 +250,7 @@ def step(
         DECOUPLED=bool(optimizer.get("decoupled", False)),
         DTYPE=rows.options["dtype"],
         ROWS=ROWS,
+        WIDE=min(128, triton.next_power_of_2(dim)),
         **extra,
     )  # fmt: skip
 
