@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
+import evener.ddp
 from evener.base.units import parse_rate
 
 try:
@@ -58,12 +59,14 @@ class Dense(nn.Module):
 
 
 def dense(shape: Any, device: torch.device, name: str) -> DistributedDataParallel:
-    """The dense net under DDP, the same at first whoever asks; gradients in fp16 where asked."""
+    """The dense net under DDP, the same at first whoever asks; gradients rounded where asked."""
     torch.manual_seed(1)
     ids = None if device.type == "cpu" else [device]
     found = DistributedDataParallel(Dense(shape).to(device), device_ids=ids)
     if name.endswith("fp16"):
         found.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if name.endswith("int8") and dist.get_world_size() > 1:
+        found = evener.ddp.accelerate(found, mode="int8")
     return found
 
 
@@ -155,8 +158,9 @@ def sharded(model: nn.Module, shape: Any, device: torch.device, name: str, link:
     from torchrec.distributed.types import ShardingEnv
 
     registry = None
-    if name.endswith("fp16"):
-        registry = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
+    kind = {"fp16": CommType.FP16, "int8": CommType.INT8}.get(name.rpartition("-")[2])
+    if kind is not None:
+        registry = get_qcomm_codecs_registry(QCommsConfig(kind, kind))
     size = dist.get_world_size()
     near = {"local_world_size": 1, "inter_host_bw": parse_rate(link) / 8 / 1e3} if link else {}
     topology = Topology(size, device.type, **{"local_world_size": size, **near})
@@ -176,11 +180,39 @@ def sharded(model: nn.Module, shape: Any, device: torch.device, name: str, link:
     )
 
 
+class Both:
+    """Optimizers as one, for TorchRec's pipeline."""
+
+    def __init__(self, *of: torch.optim.Optimizer) -> None:
+        self.of = of
+
+    def step(self) -> None:
+        for each in self.of:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.of:
+            each.zero_grad()
+
+
+def optimizer_of(model: nn.Module, rate: float) -> Both:
+    """What does not step in the backward pass: the dense net, and tables that a plan replicates."""
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    left = dict(in_backward_optimizer_filter(model.named_parameters()))
+    top = [p for name, p in left.items() if "top." in name]
+    rest = [p for name, p in left.items() if "top." not in name]
+    found: list[torch.optim.Optimizer] = [torch.optim.Adam(top, 1e-3)] if top else []
+    return Both(*found, *([RowWiseAdagrad(rest, lr=rate, eps=1e-8)] if rest else []))
+
+
 def alone(
     name: str, shape: Any, device: torch.device, turn: Iterator[Any], link: str, rate: float
 ) -> Step:
     """A step of TorchRec's tables."""
     model = sharded(bags(shape, rate, False), shape, device, name, link)
+    optimizer = optimizer_of(model, rate)
     known: dict[int, Batch] = {}
     if name.endswith("pipeline"):
         raise NotImplementedError("with tables alone there is nothing to overlap")
@@ -190,6 +222,8 @@ def alone(
         if id(given) not in known:
             known[id(given)] = batch(given)
         model(known[id(given)].features).values().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
@@ -213,12 +247,11 @@ def dcn(
         name,
         link,
     )
-    if name.endswith("fp16"):
+    if name.endswith(("fp16", "int8")):  # torch has no hook for int8
         for part in model.modules():
             if isinstance(part, DistributedDataParallel):
                 part.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    own = [p for n, p in model.named_parameters() if "top." in n]
-    optimizer = torch.optim.Adam(own, 1e-3)
+    optimizer = optimizer_of(model, rate)
     known: dict[int, Batch] = {}
 
     def following() -> Batch:

@@ -17,6 +17,7 @@ pretended nodes), `nvlink` (two GPUs of one host), or a lab.
                 planner, which is told the rate of the link
     *-pipeline  in TrainPipelineSparseDist, which sends ids ahead (`evener` does, by prefetch)
     *-fp16      what crosses is rounded, forward and backward, by both; DDP's gradients too
+    *-int8      the same in int8; dense gradients by evener.ddp, TorchRec's by torch's hook for fp16
 
 `--dcn`: MLPerf's DLRM-DCNv2 around them, with DDP for the dense part. `--auc N`: on the last
 network that trains all ways N steps on clicks of a teacher, from rows of zeros, for their AUC.
@@ -179,7 +180,7 @@ class Together(nn.Module):
 
 _NUMBERS = itertools.count()
 Step = Callable[[], Any]
-FP16 = {"wire": "fp16", "gradient_wire": "fp16"}
+FORMS = ("fp16", "int8")
 
 
 def tables(name: str, shape: Shape, device: torch.device, zeros: bool = False) -> nn.Module:
@@ -187,7 +188,9 @@ def tables(name: str, shape: Shape, device: torch.device, zeros: bool = False) -
     prefix = f"{name}-{next(_NUMBERS)}-"
     if name == "one-by-one":
         return OneByOne(shape, device, prefix)
-    how: dict[str, Any] = {"resident": name != "together"} | (FP16 if name.endswith("fp16") else {})
+    how: dict[str, Any] = {"resident": name != "together"}
+    if (form := name.rpartition("-")[2]) in FORMS:
+        how |= {"wire": form, "gradient_wire": form}
     return Together(shape, device, prefix, zeros, **how)
 
 

@@ -148,7 +148,11 @@ def _step(
             size = trust * lr
             keep = size
 
-    # What is of each value: in wide pieces, because nothing is read ahead of what is written.
+    # Pieces are wider from here on, so other threads have them. What was read must not be written
+    # before all have read it.
+    tl.debug_barrier()
+
+    # What is of each value.
     for begin in tl.static_range(0, DIM, WIDE):
         column = begin + tl.arange(0, WIDE)
         inside = here[:, None] & (column < DIM)[None, :]
