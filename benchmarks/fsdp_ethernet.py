@@ -5,16 +5,15 @@
 
 Two ranks train the GPT of hsdp.py: over NVLink as one host, then as two simulated nodes, plain over
 NCCL's sockets and under Evener in each column (a form, with its mirror's place behind a colon:
-`int8:gpu`); `--ways zero3,zero++` are DeepSpeed's (fsdp_peers.py). Steps of one micro-batch, and of
-several of which the last one alone reduces its gradients (`set_requires_gradient_sync`), as
-Accelerate does it. `--profile`: the column whose step is laid open, by stream: busy time, its
-longest kernels, and where the computing stream waits.
+`int8:gpu`), each in processes of its own; `--ways zero3,zero++` are DeepSpeed's (fsdp_peers.py).
+Steps of one micro-batch, and of several of which the last one alone reduces its gradients
+(`set_requires_gradient_sync`), as Accelerate does it. `--profile`: the column whose step is laid
+open, by stream: busy time, its longest kernels, and where the computing stream waits.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import statistics
@@ -64,9 +63,13 @@ def main() -> None:
     words = harness.arguments_of(args, "size", "passes", "warmup", "steps", "profile")
     node, count = f"{args.spec}@{args.link}", len(args.ways)
     began, nodes = time.monotonic(), [int(part) for part in args.spec.split("x")]
-    for way in args.ways.split(","):
-        columns = args.columns if way == "evener" else way
-        argv = [*words, "--job", columns]
+    jobs = [
+        (way, job)
+        for way in args.ways.split(",")
+        for job in (args.columns.split(",") if way == "evener" else [way])
+    ]
+    for way, name in jobs:
+        argv = [*words, "--job", name]
         left = max(1.0, args.limit - (time.monotonic() - began))
         if way == "nvlink":
             count = nodes[0] * nodes[1]
@@ -76,8 +79,8 @@ def main() -> None:
             env = {} if way == "evener" else SOCKETS
             done = harness.in_lab(node, script, env=env, limit=left, heard=heard, hear=_hear)
         if done.status:
-            print(f"{way}: {done.failed or done.errors[-3:]}", flush=True)
-        print(f"({way}: {time.monotonic() - began:.0f} s gone)", flush=True)
+            print(f"{name}: {done.failed or done.errors[-3:]}", flush=True)
+        print(f"({name}: {time.monotonic() - began:.0f} s gone)", flush=True)
     show(args, rows)
     print("\n".join(laid_open))
     harness.keep(args, rows=rows, profile=laid_open)
@@ -109,31 +112,26 @@ def show(args: argparse.Namespace, rows: dict[str, Any]) -> None:
 
 
 def job(args: argparse.Namespace) -> None:
-    """Train each column in turn, alone in memory, and say what its steps took."""
-    device = harness.join()
+    """Train a column, and say what its steps took."""
+    device, name = harness.join(), args.job
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for name in args.job.split(","):
-        peer = name in fsdp_peers.WAYS
-        plain = name in ("nvlink", "sockets")
-        form, _, mirror = name.partition(":")
-        how = argparse.Namespace(size=args.size, sharded=True, mirror=mirror or "host", passes=1)
-        column: hsdp.Column
-        if peer:
-            column = fsdp_peers.DeepSpeedColumn(name, how, device)
-        else:
-            column = hsdp.Column("fsdp2" if plain else form, how, mesh, device)
-        found: dict[str, Any] = {}
-        for passes in "1" if peer else args.passes.split(","):
-            column.passes, column.late = int(passes), int(passes) > 1
-            found[passes] = measure(column, args)
-        text = lay_open(column, name) if name == args.profile and device.type == "cuda" else []
-        harness.say(rank=dist.get_rank(), name=name, passes=found, profile=text)
-        if not (plain or peer):
-            hsdp.evener.fsdp.release(column.model)
-        del column
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    peer = name in fsdp_peers.WAYS
+    plain = name in ("nvlink", "sockets")
+    form, _, mirror = name.partition(":")
+    how = argparse.Namespace(size=args.size, sharded=True, mirror=mirror or "host", passes=1)
+    column: hsdp.Column
+    if peer:
+        column = fsdp_peers.DeepSpeedColumn(name, how, device)
+    else:
+        column = hsdp.Column("fsdp2" if plain else form, how, mesh, device)
+    found: dict[str, Any] = {}
+    for passes in "1" if peer else args.passes.split(","):
+        column.passes, column.late = int(passes), int(passes) > 1
+        found[passes] = measure(column, args)
+    text = lay_open(column, name) if name == args.profile and device.type == "cuda" else []
+    harness.say(rank=dist.get_rank(), name=name, passes=found, profile=text)
+    if not (plain or peer):
+        hsdp.evener.fsdp.release(column.model)
     dist.destroy_process_group()
 
 
