@@ -1,9 +1,9 @@
 """What Evener's FSDP2 door has a GPU do per unit and step: operators and kernel launches, counted.
 
-    python benchmarks/fsdp_launches.py [--forms exact,int8,int4] [--steps 4] [--ranks 2] [--json F]
+    python benchmarks/fsdp_launches.py [--forms exact,int8,int4] [--ranks 2] [--json FILE]
 
-Two ranks train a small GPT in bf16 over Gloo, with FSDP2 and Evener, and Evener's codecs take the
-way that they take on a GPU: kernels of Triton, in its interpreter. Each operator of torch that runs
+Ranks train a small GPT in bf16 over Gloo, with FSDP2 and Evener, and Evener's codecs take the way
+that they take on a GPU: kernels of Triton, in its interpreter. Each operator of torch that runs
 within a stage is counted, in all threads. `launches` are kernels of Triton and those operators that
 move or compute something; `others` make a view or memory, which costs the host alone. Counts are
 per unit, in the last step, on rank 0; they do not depend on the machine.
@@ -12,24 +12,23 @@ Not counted, because a CPU has none: copies between host and GPU (two for each a
 a mirror in host memory one of the own row and two of each other one), streams and events, and what
 the network's library does.
 
-`us`: processor time per unit that a stage takes beside its kernels, in microseconds, from steps in
-which nothing is counted, their median. Here operators run on a CPU, so it is the host's part of
-them, and of no GPU's driver.
+`us`: processor time that the host takes per unit, in microseconds, in a process of its own without
+a network. Tensors are small and on a CPU; Triton's launcher runs as far as the driver, which is not
+there. So it has Python and torch's dispatch, and no driver and no other thread. Median of turns.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import statistics
 import sys
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+import fsdp_host
 import harness
 import torch
 import torch.distributed as dist
@@ -51,7 +50,7 @@ HOST = {
     "new_empty", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose",
     "unbind", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "reshape", "permute",
 }  # fmt: skip
-BLOCKS, WIDTH, CONTEXT, SYMBOLS = 4, 32, 16, 61
+BLOCKS, WIDTH, CONTEXT, SYMBOLS, STEPS = 4, 32, 16, 61, 4
 
 
 def _native(function: Any, *names: str) -> Any:
@@ -82,22 +81,18 @@ class Meter:
         self.counting = False
         self.launches: dict[str, Counter[str]] = defaultdict(Counter)
         self.others: dict[str, Counter[str]] = defaultdict(Counter)
-        self.calls: Counter[str] = Counter()
-        self.spent: dict[str, float] = defaultdict(float)
         self._here = threading.local()
 
     def clear(self) -> None:
         """Begin again."""
-        for kept in (self.launches, self.others, self.calls, self.spent):
-            kept.clear()
+        self.launches.clear()
+        self.others.clear()
 
     @contextmanager
     def stage(self, name: str) -> Any:
         """What this thread does meanwhile belongs to it."""
         before = getattr(self._here, "name", None)
-        self._here.name, self._here.kernels = name, 0.0
-        self.calls[name] += 1
-        began = time.thread_time()
+        self._here.name = name
         try:
             if self.counting:
                 with _Counted(self, name):
@@ -105,7 +100,6 @@ class Meter:
             else:
                 yield
         finally:
-            self.spent[name] += time.thread_time() - began - self._here.kernels
             self._here.name = before
 
     def within(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,23 +113,21 @@ class Meter:
         return measured
 
     def kernels(self) -> None:
-        """Count the launches of Triton's kernels, and do not time what they do."""
+        """Count the launches of Triton's kernels."""
         from triton.runtime.interpreter import InterpretedFunction
 
         launch, interpreter = InterpretedFunction.run, threading.Lock()
 
         def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            began, name = time.thread_time(), getattr(self._here, "name", None)
+            name = getattr(self._here, "name", None)
             if name is not None and self.counting:
                 self.launches[name][f"triton {kernel.fn.__name__}"] += 1
             # The interpreter has one grid for all threads.
             with interpreter, torch.utils._python_dispatch._disable_current_modes():
-                if (native := NATIVE.get(kernel.fn.__name__)) is None:
-                    found = launch(kernel, *args, **kwargs)
-                else:
-                    found = native(dict(zip(kernel.arg_names, args, strict=False)))
-            self._here.kernels = getattr(self._here, "kernels", 0.0) + time.thread_time() - began
-            return found
+                native = NATIVE.get(kernel.fn.__name__)
+                if native is None:
+                    return launch(kernel, *args, **kwargs)
+                return native(dict(zip(kernel.arg_names, args, strict=False)))
 
         InterpretedFunction.run = counted
 
@@ -154,23 +146,27 @@ class _Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def as_on_a_gpu(meter: Meter) -> None:
-    """Have the codecs take Triton's kernels for tensors on a CPU, and count in all stages."""
-    from evener.base import torch_names
-    from evener.comm import ahead, mirrors, shards
+def as_on_a_gpu() -> None:
+    """Have the codecs take Triton's kernels for tensors on a CPU."""
     from evener.comm.codecs import checks
 
     for name in ("differences", "int8", "int4", "sums", "rows"):
         try:
             codec = importlib.import_module(f"evener.comm.codecs.{name}")
-        except ImportError:
+        except ImportError:  # of an older tree
             continue
         kernels = importlib.import_module(f"evener.comm.codecs.triton_{name}")
         for each, function in vars(kernels).items():
             if getattr(function, "__module__", "") == kernels.__name__ and hasattr(codec, each):
                 setattr(codec, each, function)
     checks._whole = lambda flat: not (flat.nbytes % 8 or flat.data_ptr() % 8)
-    meter.kernels()
+
+
+def stages(meter: Any) -> None:
+    """Make the methods that are looked at stages of `meter`."""
+    from evener.base import torch_names
+    from evener.comm import ahead, mirrors, shards
+
     for name in ("look", "write", "send", "apply", "copy"):
         setattr(mirrors.Mirror, name, meter.within(name, getattr(mirrors.Mirror, name)))
     ahead.announce = meter.within("announce", ahead.announce)
@@ -186,14 +182,16 @@ def as_on_a_gpu(meter: Meter) -> None:
     scatter.finish = meter.within("finish", scatter.finish)
 
 
-def rank(form: str, steps: int) -> None:
-    """One rank: train, and tell what the last step did and what all before took."""
+def count(form: str) -> None:
+    """One rank: train, and tell what the last step did."""
     import evener.fsdp
     from evener.tools.bench.train.transformers import GPT, Shape
 
     harness.join()
     meter = Meter()
-    as_on_a_gpu(meter)
+    as_on_a_gpu()
+    stages(meter)
+    meter.kernels()
     torch.manual_seed(1)
     model = GPT(Shape(BLOCKS, 4, WIDTH, SYMBOLS, CONTEXT)).bfloat16()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -204,32 +202,24 @@ def rank(form: str, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     evener.fsdp.accelerate(model, mode=form)
     drawn = torch.Generator().manual_seed(dist.get_rank())
-    taken: dict[str, list[float]] = defaultdict(list)
-    warm = 3
-    for step in range(warm + steps + 1):
-        meter.clear()
-        meter.counting = step == warm + steps
+    for step in range(STEPS):
+        meter.counting = step == STEPS - 1
         symbols = torch.randint(SYMBOLS, (2, CONTEXT + 1), generator=drawn)
         loss = cross_entropy(model(symbols[:, :-1]).flatten(0, 1), symbols[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if warm <= step < warm + steps:
-            for stage in STAGES:
-                taken[stage].append(1e6 * meter.spent[stage])
     units = BLOCKS + 1
     if dist.get_rank() == 0:
         rows = {
             stage: {
                 "launches": sum(meter.launches[stage].values()) / units,
                 "others": sum(meter.others[stage].values()) / units,
-                "us": statistics.median(taken[stage]) / units,
                 "kinds": {**meter.launches[stage]},
-                "views": {**meter.others[stage]},
             }
             for stage in STAGES
         }
-        harness.say(form=form, units=units, calls={**meter.calls}, rows=rows, loss=loss.item())
+        harness.say(units=units, rows=rows)
     model.evener.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -240,41 +230,40 @@ def total(rows: dict[str, Any], stages: tuple[str, ...], what: str) -> float:
     return sum(rows[stage][what] for stage in stages)
 
 
-def count(form: str, steps: int = 1, ranks: int = 2) -> dict[str, Any]:
-    """What rank 0 of a world of its own says, by stage."""
-    words = ["--rank", form, "--steps", str(steps)]
-    env = {"TRITON_INTERPRET": "1", "EVENER_TIMEOUT": "300"}
-    job = harness.ranks(*words, count=ranks, limit=500, env=env)
-    if job.failed:
-        sys.exit(f"error: {form}: {job.failed}")
-    return job.row
-
-
 def main() -> None:
-    """Count each form, and print a table."""
+    """Count and time each form, and print a table."""
     parser = harness.arguments(__doc__, json="fsdp-launches.json")
     parser.add_argument("--forms", default=",".join(FORMS))
-    parser.add_argument("--steps", type=int, default=4, help="steps that are timed")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=15, help="turns that are timed; 0: none")
     parser.add_argument("--rank", help="one rank of this form")
+    parser.add_argument("--host", help="time this form's host")
     given = parser.parse_args()
     if given.rank:
-        rank(given.rank, given.steps)
+        count(given.rank)
+        return
+    if given.host:
+        fsdp_host.tell(given.host, given.turns)
         return
     runs = {}
+    whats = ("launches", "others", "us") if given.turns else ("launches", "others")
     for form in harness.choose(given.forms, FORMS, "form"):
-        runs[form] = count(form, given.steps, given.ranks)
+        env = {"TRITON_INTERPRET": "1", "EVENER_TIMEOUT": "300"}
+        job = harness.ranks("--rank", form, count=given.ranks, limit=300, env=env)
+        if job.failed:
+            sys.exit(f"error: {form}: {job.failed}")
+        runs[form] = job.row
         rows = runs[form]["rows"]
-        table = [
-            [stage, *(f"{rows[stage][what]:.1f}" for what in ("launches", "others", "us"))]
-            for stage in STAGES
-        ]
-        for name, stages in (("refresh", REFRESH), ("backward", BACKWARD)):
-            sums = (f"{total(rows, stages, what):.1f}" for what in ("launches", "others", "us"))
-            table.append([f"**{name}**", *sums])
-        print(f"{form}\n{harness.show(['stage', 'launches', 'others', 'us'], table)}", flush=True)
-        for stage in STAGES:
-            print(f"{stage}: {rows[stage]['kinds']} / {rows[stage]['views']}")
+        if given.turns:
+            timed = harness.again("--host", form, "--turns", str(given.turns), limit=300)
+            if timed.failed:
+                sys.exit(f"error: {form}: {timed.failed}")
+            for stage in STAGES:
+                rows[stage]["us"] = timed.row.get(stage, 0.0)
+        table = [[stage, *(f"{rows[stage][what]:.1f}" for what in whats)] for stage in STAGES]
+        for name, several in (("**refresh**", REFRESH), ("**backward**", BACKWARD)):
+            table.append([name, *(f"{total(rows, several, what):.1f}" for what in whats)])
+        print(f"{form}\n{harness.show(['stage', *whats], table)}", flush=True)
     harness.keep(given, runs=runs)
 
 

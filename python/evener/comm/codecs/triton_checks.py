@@ -1,6 +1,7 @@
 """`evener.comm.codecs.checks` on a GPU: one pass, and one launch.
 
-Sums modulo 2^64 come out alike in any order, so blocks add to the result as they end.
+Sums modulo 2^64 come out alike in any order, so blocks add to the result as they end. Grids are
+plain divisions: `triton.cdiv` takes the host as long as the launch.
 """
 
 # Triton's kernels have no types that mypy could check.
@@ -49,17 +50,17 @@ def _tell(weights, off, into, n, many, MANY: tl.constexpr, BLOCK: tl.constexpr):
 def add(weights: torch.Tensor, into: torch.Tensor) -> None:
     """`into`, int64 of one element, += the checksum of `weights`: whole words. Only enqueues."""
     n = weights.nbytes // 8
-    _add[(triton.cdiv(n, BLOCK),)](weights, into, n, BLOCK, num_warps=8)
+    _add[(-(-n // BLOCK),)](weights, into, n, BLOCK, num_warps=8)
 
 
 def hold(weights: torch.Tensor, stated: torch.Tensor, off: torch.Tensor, place: int) -> None:
     """`checks.hold` for whole words on a GPU: one launch, on the current stream."""
     n = weights.nbytes // 8
-    _hold[(triton.cdiv(n, BLOCK),)](weights, stated, off, place, n, BLOCK, num_warps=8)
+    _hold[(-(-n // BLOCK),)](weights, stated, off, place, n, BLOCK, num_warps=8)
 
 
 def tell(weights: torch.Tensor, off: torch.Tensor, into: torch.Tensor) -> None:
     """`checks.tell` for whole words on a GPU: one launch, on the current stream."""
     n, many = weights.nbytes // 8, off.numel()
-    power = triton.next_power_of_2(many)
-    _tell[(triton.cdiv(n, BLOCK),)](weights, off, into, n, many, power, BLOCK, num_warps=8)
+    power = 1 << (many - 1).bit_length()
+    _tell[(-(-n // BLOCK),)](weights, off, into, n, many, power, BLOCK, num_warps=8)

@@ -125,7 +125,7 @@ def quantize(
     if not blocks:
         return
     block = 2 * codes.numel() // blocks  # two codes per byte
-    _quantize[(triton.cdiv(blocks, ROWS),)](
+    _quantize[(-(-blocks // ROWS),)](
         values,
         residual,
         residual if left is None else left,
@@ -152,7 +152,7 @@ def dequantize_sum(
     if not n:
         return
     block = 2 * codes.shape[1] // scales.shape[1]
-    _dequantize_sum[(triton.cdiv(n, ROWS * block),)](
+    _dequantize_sum[(-(-n // (ROWS * block)),)](
         codes,
         scales,
         out if own is None else own,

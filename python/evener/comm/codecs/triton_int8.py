@@ -114,7 +114,7 @@ def quantize(
     blocks = codes.numel() // BLOCK
     if not blocks:
         return
-    _quantize[(triton.cdiv(blocks, ROWS),)](
+    _quantize[(-(-blocks // ROWS),)](
         values,
         values if residual is None else residual,
         values if residual is None else residual if left is None else left,
@@ -143,7 +143,7 @@ def dequantize_sum(
     n = out.numel()
     if not n:
         return
-    _dequantize_sum[(triton.cdiv(n, ROWS * BLOCK),)](
+    _dequantize_sum[(-(-n // (ROWS * BLOCK)),)](
         codes,
         scales,
         out if own is None else own,

@@ -54,7 +54,7 @@ def take(
 ) -> None:
     """`rows.take` for CUDA tensors: one launch, on the current stream."""
     (nodes, n), count = rows.shape, places.numel()
-    grid = (triton.cdiv(count, SMALL), nodes)
+    grid = (-(-count // SMALL), nodes)
     _take[grid](rows, own, places, sent, start, n, count, sent.stride(0), SMALL, num_warps=4)
 
 
@@ -63,7 +63,7 @@ def give(
 ) -> None:
     """`rows.give` for CUDA tensors: one launch, on the current stream."""
     count, peers = places.numel(), came.shape[0]
-    grid = (triton.cdiv(count, SMALL),)
+    grid = (-(-count // SMALL),)
     _give[grid](came, start, places, own, out, count, peers, came.stride(0), SMALL, num_warps=4)
 
 
@@ -74,4 +74,4 @@ def keep(left: torch.Tensor, scales: torch.Tensor, residual: torch.Tensor) -> No
     another.
     """
     n = left.numel()
-    _keep[(triton.cdiv(n, BLOCK),)](left, scales.sum(), residual, n, BLOCK, num_warps=8)
+    _keep[(-(-n // BLOCK),)](left, scales.sum(), residual, n, BLOCK, num_warps=8)
