@@ -50,8 +50,8 @@ def test_a_slow_network_takes_what_the_bytes_take() -> None:
     sent = {r["way"]: r["sent"] for r in found["rows"]}
     # Rings of eight ranks, three times the weights in 16 bits.
     assert sent["fsdp2"] == pytest.approx(3 * 7 / 8 * 2 * WEIGHTS, rel=0.001)
-    # Between four nodes once: 4 bits of a weight, and the gradient in its form.
-    different = 3 / 4 * WEIGHTS / 2
+    # Between four nodes once: a few bits of a weight, and the gradient in its form.
+    different = 3 / 4 * WEIGHTS * sharded.BITS / 8
     assert sent["exact"] == pytest.approx(different + 7 / 8 * 2 * WEIGHTS, rel=0.001)
     assert sent["int8"] == pytest.approx(different + 3 / 4 * WEIGHTS * (1 + 4 / 1024), rel=0.001)
     assert sent["int4"] == pytest.approx(different + 3 / 4 * WEIGHTS * 4.125 / 8, rel=0.001)

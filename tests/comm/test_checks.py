@@ -21,11 +21,17 @@ for n in (1, 5, 4096, 4097, 9000):
     words[0] = -(2**63)
     words = words.to(device)
     sum_ = checks.checksum_reference(words)
-    found, right, wrong = torch.zeros(3, dtype=torch.int64, device=device).unbind()
-    triton_checks.add(words, found, None)
-    triton_checks.add(words, right, sum_)
-    triton_checks.add(words, wrong, sum_ + 3)
-    assert (found.item(), right.item(), wrong.item()) == (sum_.item(), 0, -3), n
+    off = torch.zeros(5, dtype=torch.int64, device=device)
+    triton_checks.add(words, off[1])
+    triton_checks.hold(words, sum_, off, 2)
+    triton_checks.hold(words, sum_ + 3, off, 3)
+    triton_checks.hold(words, sum_ - 1, off, 4)
+    assert off.tolist() == [0, sum_.item(), 0, -3, 1], n
+    told = torch.zeros(3, dtype=torch.int64, device=device)
+    triton_checks.tell(words, off, told[1:])
+    assert told.tolist() == [0, sum_.item(), 3] and not off.any(), n
+    triton_checks.tell(words.view(torch.bfloat16), off, told.zero_())
+    assert told.tolist() == [sum_.item(), 0, 0], n
 """
 
 COMPILED = """
@@ -34,10 +40,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from evener.comm.codecs import triton_checks as t
 
-for minus in (True, False):
-    signature = {"words": "*i64", "into": "*i64", "stated": "*i64", "n": "i32",
-                 "MINUS": "constexpr", "BLOCK": "constexpr"}
-    made = triton.compile(ASTSource(t._add, signature, {"MINUS": minus, "BLOCK": t.BLOCK}),
+types = {"weights": "*bf16", "n": "i32", "place": "i32", "many": "i32",
+         "BLOCK": "constexpr", "MANY": "constexpr"}
+for kernel in (t._add, t._hold, t._tell):
+    signature = {name: types.get(name, "*i64") for name in kernel.arg_names}
+    values = {"BLOCK": t.BLOCK, "MANY": 64}
+    constants = {name: values[name] for name in kernel.arg_names if name in values}
+    made = triton.compile(ASTSource(kernel, signature, constants),
                           target=GPUTarget("cuda", 90, 32))
     assert len(made.asm["cubin"]) > 1000
 """
@@ -79,12 +88,12 @@ def test_every_bit_and_every_place_count(dtype: torch.dtype, n: int) -> None:
             for byte in (0, raw.element_size() - 1):
                 other = raw.clone()
                 other.view(torch.uint8).view(n, -1)[place, byte] ^= 1 << bit
-                off = torch.zeros((), dtype=torch.int64)
-                checks.hold(other.view(dtype), stated, off)
-                assert off.item()
-    off = torch.zeros((), dtype=torch.int64)
-    checks.hold(weights, stated, off)
-    assert not off.item()
+                off = torch.zeros(2, dtype=torch.int64)
+                checks.hold(other.view(dtype), stated, off, 1)
+                assert off[1].item() and not off[0]
+    off = torch.zeros(2, dtype=torch.int64)
+    checks.hold(weights, stated, off, 0)
+    assert not off.any()
     if n > 1 and not torch.equal(weights[:1], weights[-1:]):
         swapped = weights.clone()
         swapped[0], swapped[-1] = weights[-1].clone(), weights[0].clone()

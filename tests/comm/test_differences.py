@@ -41,8 +41,11 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def message(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     headers = differences.plan(new, old)
-    found = torch.full((int(differences.size(headers)),), -7, dtype=torch.int32)
-    differences.write(new, old, headers, found)
+    said = torch.full((3,), 5)
+    first = differences.places(headers, said)
+    assert said.tolist() == [int(differences.size(headers)), 0, 0]
+    found = torch.full((int(said[0]),), -7, dtype=torch.int32)
+    differences.write(new, old, headers, first, found)
     return found
 
 
@@ -162,10 +165,14 @@ def check(new, old):
     headers = differences.plan_reference(new, old)
     kinds.update((headers >> 9 & 1).tolist())
     assert torch.equal(headers, triton_differences.plan(new, old))
+    begins, told = torch.full((4,), 7), torch.full((4,), 7)
+    first = triton_differences.places(headers, told)
+    assert torch.equal(first, differences.places_reference(headers, begins))
+    assert torch.equal(begins, told) and told[0] == differences.size(headers)
     sent = torch.full((int(differences.size(headers)),), -7, dtype=torch.int32)
     have = sent.clone()
     differences.write_reference(new, old, headers, sent)
-    triton_differences.write(new, old, headers, have)
+    triton_differences.write(new, old, headers, first, have)
     assert torch.equal(sent, have)
     weights = old.clone()
     triton_differences.read(sent, weights)
@@ -177,6 +184,13 @@ for n in (1, 257, 700):
 for rate in (1e-4, 1e-5, 1e-6):
     check(*stepped(700, 1, rate))
 assert kinds == {0, 1}
+triton_differences.BLOCK = 4  # several turns of the one program
+for count in (1, 4, 9):
+    headers = torch.randint(0, 1 << 23, (count,), dtype=torch.int32)
+    want, have = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    first = differences.places_reference(headers, want)
+    assert torch.equal(triton_differences.places(headers, have), first)
+    assert torch.equal(want, have)
 """
 
 COMPILED = """
@@ -186,12 +200,13 @@ from triton.compiler import ASTSource
 from evener.comm.codecs import triton_differences
 constants = {
     "SHIFT": 7, "MASK": 255, "ESCAPE": 12, "LOWEST": -3, "TRIES": 5, "STEPS": 256, "LANES": 32,
+    "SAID": 3, "BLOCK": triton_differences.BLOCK,
 }
 types = {
-    "new": "*i16", "old": "*i16", "weights": "*i16", "headers": "*i32", "message": "*i32",
-    "out": "*i32", "first": "*i64", "n": "i32",
+    "new": "*bf16", "old": "*bf16", "weights": "*bf16", "headers": "*i32", "message": "*i32",
+    "out": "*i32", "first": "*i64", "n": "i32", "count": "i32", "said": "*i64",
 }
-for name, warps in (("_choose", 8), ("_encode", 1), ("_decode", 1)):
+for name, warps in (("_choose", 8), ("_places", 8), ("_encode", 1), ("_decode", 1)):
     kernel = getattr(triton_differences, name)
     own = {n: constants[n] for n in kernel.arg_names if n in constants}
     signature = {n: "constexpr" if n in own else types[n] for n in kernel.arg_names}

@@ -40,7 +40,7 @@ def _bit(found: torch.Tensor, *_: Any) -> torch.Tensor:
     return found
 
 
-def _word(_: Any, new: Any, old: Any, headers: Any, out: torch.Tensor) -> None:
+def _word(_: Any, new: Any, old: Any, headers: Any, first: Any, out: torch.Tensor) -> None:
     out[-1] ^= 1
 
 
@@ -48,6 +48,7 @@ def _word(_: Any, new: Any, old: Any, headers: Any, out: torch.Tensor) -> None:
     ("module", "name", "spoil", "what"),
     [
         (differences, "plan", _bit, "headers"),
+        (differences, "places", _bit, "places"),
         (differences, "write", _word, "words"),
         (checks, "checksum", _bit, "checksums"),
     ],

@@ -160,8 +160,8 @@ constants = {
         "WIDTH": 256,
     },
     triton_chunks: {"CHUNK": 4096, "PLACES": 64, "FIRST": 1 << 22, "EACH": 1},
-    triton_int8: {"ROWS": 4, "BLOCK": 1024, "FEEDBACK": True},
-    triton_int4: {"ROWS": 8, "BLOCK": 256},
+    triton_int8: {"ROWS": 4, "BLOCK": 1024, "FEEDBACK": True, "OWN": False},
+    triton_int4: {"ROWS": 8, "BLOCK": 256, "OWN": False},
     triton_casts: {"BLOCK": 4096},
     triton_sums: {"BLOCK": 2048, "RANKS": 2},
 }
@@ -180,6 +180,7 @@ types = {
     "gradient": "*bf16", "residual": "*fp32", "sampled": "*i32", "counts": "*i32", "tied": "*i32",
     "state": "*i32", "noted": "*fp32", "noted_at": "*i32", "values": "*fp16", "out": "*fp32",
     "parts": "*bf16", "scale": "fp32", "factor": "fp32", "scales": "*fp32", "codes": "*i8",
+    "kept": "*fp32", "own": "*fp32",
 }
 for module, names in kernels.items():
     for name in names:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 import evener.fsdp
 from evener.base import torch_names
 from evener.comm import ahead, mirrors, shards
-from evener.comm.codecs import differences, int4, int8
+from evener.comm.codecs import differences, int4, int8, rows
 from evener.comm.mirrors import Found, Mirror
 from tests.twins._ranks import Ranks, Switch
 from tests.twins.harness import Program, Twin
@@ -423,8 +423,14 @@ def _drops_nothing(self: Any) -> None:
     """Weights are loaded, and what is kept stays."""
 
 
-def _nothing_is_spoiled(self: Any, message: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(False)
+def _nothing_is_spoiled(left: torch.Tensor, scales: Any, residual: torch.Tensor) -> None:
+    residual.copy_(left)
+
+
+def _without_own(
+    came: Any, start: int, places: Any, own: torch.Tensor, out: Any, give: Any = rows.give
+) -> None:
+    give(came, start, places, torch.zeros_like(own), out)
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
@@ -437,8 +443,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "what INT4 did not send outlives a load": _put(
         shards.FormedReduceScatter, "will_load", _drops_nothing
     ),
-    "what is finite of a spoiled step is kept": _put(
-        shards._Blocks, "spoiled", _nothing_is_spoiled
+    "what is finite of a spoiled step is kept": _put(shards.row_parts, "keep", _nothing_is_spoiled),
+    "a node's own part of a norm's gradient is left out": _put(
+        shards.row_parts, "give", _without_own
     ),
     "what INT4 did not send is forgotten": _put(shards.FormedReduceScatter, "_kept", _forgotten),
 }

@@ -106,12 +106,11 @@ def fsdp_own(group: Any) -> Callable[[], torch.Tensor] | None:
         dtypes.add(fsdp_gather_dtype(group, parameter))
     if len(dtypes) != 1:
         return None
-    dtype = dtypes.pop()
+    dtype, sizes = dtypes.pop(), [shard.numel() for shard in shards]
 
     def own() -> torch.Tensor:
-        sizes = [shard.numel() for shard in shards]
         flat = torch.empty(sum(sizes), dtype=dtype, device=shards[0].device)
-        torch._foreach_copy_(list(flat.split(sizes)), shards)
+        torch._foreach_copy_(flat.split(sizes), shards)
         return flat
 
     return own

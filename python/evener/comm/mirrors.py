@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from evener.comm.codecs import checks, differences
-from evener.comm.codecs.checks import bits, checksum
+from evener.comm.codecs.checks import bits
 from evener.comm.errors import CommError
 from evener.comm.groups import Communicators
 
@@ -105,13 +105,14 @@ class Found:
 
     `says`: what this rank announces, int64 [3] on the device: the words that its message would
     have (negative: it sends its weights), its checksum, and how many checksums were wrong.
-    `words`: by rank, those of its message. `stated`: every rank's checksum, int64 [ranks] on the
-    device. `rows`: what came, by rank.
+    `headers`, `first`: of its message. `words`: by rank, those of its message. `stated`: every
+    rank's checksum, int64 [ranks] on the device. `rows`: what came, by rank.
     """
 
     own: torch.Tensor
     before: torch.Tensor | None
     headers: torch.Tensor | None
+    first: torch.Tensor | None
     says: torch.Tensor
     words: list[int] = field(default_factory=list)
     stated: torch.Tensor | None = None
@@ -179,6 +180,8 @@ class Mirror:
     def __init__(self, name: str, spread: Spread, traffic: Traffic, host: bool) -> None:
         self.name, self.spread, self.traffic, self.host = name, spread, traffic, host
         self.rank = spread.communicators.rank
+        parts = slice(0, self.rank), slice(self.rank + 1, spread.size)
+        self._others = [part for part in parts if part.start < part.stop]
         self.rows: torch.Tensor | None = None
         self.filled = False
         # What this rank announced last, and for each checksum since then how far it was off: on the
@@ -194,28 +197,27 @@ class Mirror:
     def look(self, own: torch.Tensor) -> Found:
         """`own` [n] beside what all know of it; only enqueues, on the current stream."""
         rows, off = self._kept(own)
-        coded = self.filled and differences.supports(own.dtype)
         before = rows[self.rank].to(own.device, non_blocking=True) if self.filled else None
-        headers = differences.plan(own, before) if coded and before is not None else None
-        if before is None:
-            words = torch.full((), _WHOLE, dtype=torch.int64, device=own.device)
-        elif headers is None:
-            words = -(bits(own) != bits(before)).any().to(torch.int64)
+        headers = first = None
+        says = torch.empty(3, dtype=torch.int64, device=own.device)
+        if before is not None and differences.supports(own.dtype):
+            headers = differences.plan(own, before)
+            first = differences.places(headers, says)
         else:
-            words = differences.size(headers)
-        self.sum = checksum(own)
-        says = torch.stack([words.to(own.device), self.sum, off.count_nonzero()])
-        off.zero_()
-        self._held = 0
-        return Found(own, before, headers, says)
+            says.zero_()
+            says[:1] = _WHOLE if before is None else -(bits(own) != bits(before)).any().long()
+        checks.tell(own, off, says[1:])
+        self.sum, self._held = says[1], 0
+        return Found(own, before, headers, first, says)
 
     def write(self, found: Found) -> torch.Tensor:
         """What this rank sends, int32 or the weights themselves: as long as the longest."""
-        if found.whole or found.headers is None or found.before is None:
+        before, headers, first = found.before, found.headers, found.first
+        if found.whole or before is None or headers is None or first is None:
             return found.own
         message = torch.empty(max(found.words), dtype=torch.int32, device=found.own.device)
         if found.words[self.rank]:
-            differences.write(found.own, found.before, found.headers, message)
+            differences.write(found.own, before, headers, first, message)
         return message
 
     def send(self, found: Found, payload: torch.Tensor) -> None:
@@ -254,12 +256,11 @@ class Mirror:
         """
         assert self.rows is not None and self.sum is not None
         target = output.view(self.rows.shape)
-        if own.data_ptr() != target[self.rank].data_ptr():
+        if own.data_ptr() != output.data_ptr() + self.rank * own.nbytes:
             target[self.rank].copy_(own)
         self._hold(own, self.sum)
-        for part in (slice(0, self.rank), slice(self.rank + 1, len(target))):
-            if part.start < part.stop:
-                target[part].copy_(self.rows[part], non_blocking=True)
+        for part in self._others:
+            target[part].copy_(self.rows[part], non_blocking=True)
 
     def _hold(self, weights: torch.Tensor, stated: torch.Tensor) -> None:
         """`weights` against their checksum: what is found is told with the next `look`."""
@@ -269,7 +270,7 @@ class Mirror:
             self._off.zero_()
             self._off[0] = wrong
             self._held = 1
-        checks.hold(weights, stated, self._off[self._held])
+        checks.hold(weights, stated, self._off, self._held)
         self._held += 1
 
     def _kept(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,6 +33,7 @@ from evener.base import torch_names
 from evener.comm import wires
 from evener.comm.buckets import padded
 from evener.comm.codecs import int8
+from evener.comm.codecs import rows as row_parts
 from evener.comm.groups import Communicators
 from evener.comm.mirrors import order
 from evener.comm.replicas import Unit
@@ -82,11 +83,24 @@ class Way:
         return got, event
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """What a message is made of: codes, and behind them the entries at the places `small`.
+
+    `others`: nodes to which it goes; `bytes`: how long it is. The same in each step.
+    """
+
+    code: _Blocks | _Cast
+    others: list[int]
+    bytes: int
+    small: torch.Tensor
+
+
 @dataclass
 class _Flight:
     """What is on its way for this rank's shard: [nodes, bytes], and its own part of the sum."""
 
-    code: _Blocks | _Cast
+    layout: _Layout
     got: torch.Tensor
     there: Any
     own: torch.Tensor
@@ -109,6 +123,7 @@ class FormedReduceScatter(ReduceScatter):
         """`group`: FSDP2's parameter group. `way`: the model's."""
         self.unit, self.communicators, self.way, self.group = unit, communicators, way, group
         self._flight: _Flight | None = None
+        self._layouts: dict[tuple[str, int, torch.dtype], _Layout] = {}
         self.form = form
         route = communicators.route
         self.nodes, self.node = route.outer.size, route.outer.rank
@@ -205,42 +220,52 @@ class FormedReduceScatter(ReduceScatter):
     def _send(self, rows: torch.Tensor, form: str) -> None:
         """Send each node its row; what is for this one is then on its way. Overwrites `rows`."""
         self._taken_over = False
-        small = self.unit.small
-        others = [node for node in range(self.nodes) if node != self.node]
-        code = _code(form, rows.shape[1])
-        norms = sum(piece.numel for piece in small) * rows.element_size()
-        size = code.size + padded(norms, 16)
-        sent = torch.empty(self.nodes, size, dtype=torch.uint8, device=rows.device)
+        lay = self._layout(form, rows)
+        code, start = lay.code, lay.code.size
+        sent = torch.empty(self.nodes, lay.bytes, dtype=torch.uint8, device=rows.device)
+        if self.unit.small:
+            row_parts.take(rows, self.node, lay.small, sent, start)
         feeds = self.residual is not None or form == "int4"
         figures = []
-        for at, node in enumerate(others):
-            if small:
-                target = sent[node, code.size : code.size + norms].view(rows.dtype)
-                torch.cat([piece.of(rows[node]) for piece in small], out=target)
-                torch._foreach_zero_([piece.of(rows[node]) for piece in small])
-            kept = self._kept(rows)[at].float() if feeds else None
-            key = int8.key(self._calls, self.unit.index, self.communicators.rank, node)
-            code.write(rows[node], kept, sent[node, : code.size], key)
+        for at, node in enumerate(lay.others):
+            row, message = rows[node], sent[node]
+            kept = self._kept(rows)[at] if feeds else None
+            left = None
             if kept is not None:
-                before = self._kept(rows)[at]
-                spoiled = code.spoiled(sent[node : node + 1])
-                before.copy_(torch.where(spoiled, before, kept))
+                # The guard is told what rounding took away before it is rounded once more.
+                left = torch.empty_like(kept, dtype=torch.float32 if self.checked else None)
+            key = int8.key(self._calls, self.unit.index, self.communicators.rank, node)
+            code.write(row, kept, left, message, key)
             if self.checked:
-                figures.append(_figures(rows[node], kept, code, sent[node : node + 1]))
+                figures.append(_figures(row, left, code, message))
         if form in ("exact", "bf16"):
             self.residual = None  # it has been sent
         if figures:
             self.measured, self.checked = torch.stack(figures).sum(0), False
         got, there = self.way.all_to_all(sent)
-        # A copy: FSDP2 takes the memory of `rows` back.
-        self._flight = _Flight(code, got, there, rows[self.node].clone())
+        # Not a copy: the node's own row is as it came, and `finish` tells the allocator of it.
+        self._flight = _Flight(lay, got, there, rows[self.node])
+
+    def _layout(self, form: str, rows: torch.Tensor) -> _Layout:
+        """Kept, because it takes the host longer to find out than to launch what it is for."""
+        kind = form, rows.shape[1], rows.dtype
+        lay = self._layouts.get(kind)
+        if lay is None:
+            code = _code(form, rows.shape[1])
+            places = [torch.arange(p.offset, p.offset + p.numel) for p in self.unit.small]
+            small = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+            norms = small.numel() * rows.element_size()
+            others = [node for node in range(self.nodes) if node != self.node]
+            size = code.size + padded(norms, 16)
+            lay = self._layouts[kind] = _Layout(code, others, size, small.to(rows.device))
+        return lay
 
     def finish(self, output: torch.Tensor) -> None:
         """`output` [n] <- the sum that the last call began, if it did, on the current stream."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        own, got, code = flight.own, flight.got, flight.code
+        own, got, lay = flight.own, flight.got, flight.layout
         if flight.there is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(flight.there)
@@ -249,17 +274,9 @@ class FormedReduceScatter(ReduceScatter):
         # By views: a list of places would have the host wait for the device.
         parts = [part for part in (got[: self.node], got[self.node + 1 :]) if len(part)]
         came = parts[0] if len(parts) == 1 else torch.cat(parts)
-        total = torch.empty(own.numel(), dtype=torch.float32, device=own.device)
-        code.add_up(came, total)
-        total += own
+        lay.code.add_up(came, output, own)
         if self.unit.small:
-            targets = [piece.of(total) for piece in self.unit.small]
-            sizes = [piece.numel for piece in self.unit.small]
-            end = code.size + sum(sizes) * own.element_size()
-            for row in came:
-                values = row[code.size : end].view(own.dtype).float()
-                torch._foreach_add_(targets, list(values.split(sizes)))
-        output.copy_(total)
+            row_parts.give(came, lay.code.size, lay.small, own, output)
 
     def _kept(self, rows: torch.Tensor) -> torch.Tensor:
         """The residual, [nodes - 1, n]; zeros at first."""
@@ -311,21 +328,31 @@ class _Blocks:
     def __init__(self, wire: type[BlockWire], n: int) -> None:
         self.wire, self.room = wire, wire.room(n)
         self.size = wire.size(self.room)
+        codes = self.room * wire.bits // 8
+        self.codes, self.scales = slice(codes), slice(codes, codes + 4 * self.room // wire.block)
 
     def write(
-        self, row: torch.Tensor, kept: torch.Tensor | None, target: torch.Tensor, key: int
+        self,
+        row: torch.Tensor,
+        kept: torch.Tensor | None,
+        left: torch.Tensor | None,
+        message: torch.Tensor,
+        key: int,
     ) -> None:
-        """`row` and what was `kept` [n] into bytes; `kept` keeps what rounding takes away."""
-        codes, scales = self.wire.views(target.unsqueeze(0), self.room)
-        self.wire.quantize(row, kept, codes[0], scales[0], key)
+        """`row` and what was `kept` [n] into bytes; `left` <- what rounding takes away.
 
-    def spoiled(self, message: torch.Tensor) -> torch.Tensor:
-        """Whether something in a message [1, bytes] is not finite: a scalar."""
-        return self.wire.views(message[:, : self.size], self.room)[1].isnan().any()
+        It is `kept` then, unless something is not finite.
+        """
+        scales = message[self.scales].view(torch.float32)
+        self.wire.quantize(row, kept, message[self.codes], scales, key, left)
+        if kept is not None and left is not None:
+            row_parts.keep(left, scales, kept)
 
-    def add_up(self, came: torch.Tensor, total: torch.Tensor) -> None:
-        """`total` [n] float32 = the sum of what messages [ranks, bytes] say."""
-        self.wire.add_up(*self.wire.views(came[:, : self.size], self.room), 1.0, total)
+    def add_up(
+        self, came: torch.Tensor, total: torch.Tensor, own: torch.Tensor | None = None
+    ) -> None:
+        """`total` [n] = the sum of what messages [ranks, bytes] say, and of `own`, in float32."""
+        self.wire.add_up(*self.wire.views(came, self.room), 1.0, total, own)
 
 
 class _Cast:
@@ -336,24 +363,28 @@ class _Cast:
         self.size = padded(self.bytes, 16)
 
     def write(
-        self, row: torch.Tensor, kept: torch.Tensor | None, target: torch.Tensor, key: int
+        self,
+        row: torch.Tensor,
+        kept: torch.Tensor | None,
+        left: torch.Tensor | None,
+        message: torch.Tensor,
+        key: int,
     ) -> None:
         """See `_Blocks`; all of what was kept goes."""
         del key
-        values = row if kept is None else row + kept
-        target[: self.bytes].view(self.dtype).copy_(values)
-        if kept is not None:
-            kept.zero_()
+        values = row if kept is None else row + kept.float()
+        message[: self.bytes].view(self.dtype).copy_(values)
+        if left is not None:
+            left.zero_()
 
-    def spoiled(self, message: torch.Tensor) -> torch.Tensor:
-        """See `_Blocks`; nothing is kept whatever comes."""
-        return torch.zeros((), dtype=torch.bool, device=message.device)
-
-    def add_up(self, came: torch.Tensor, total: torch.Tensor) -> None:
+    def add_up(
+        self, came: torch.Tensor, total: torch.Tensor, own: torch.Tensor | None = None
+    ) -> None:
         """See `_Blocks`."""
-        total.zero_()
-        for row in came:
-            total += row[: self.bytes].view(self.dtype)
+        found = torch.zeros(total.numel(), dtype=torch.float32, device=total.device)
+        for message in came:
+            found += message[: self.bytes].view(self.dtype)
+        total.copy_(found if own is None else found.add_(own))
 
 
 def _code(form: str, n: int) -> _Blocks | _Cast:
@@ -364,12 +395,12 @@ def _code(form: str, n: int) -> _Blocks | _Cast:
 
 
 def _figures(
-    row: torch.Tensor, kept: torch.Tensor | None, code: _Blocks | _Cast, message: torch.Tensor
+    row: torch.Tensor, left: torch.Tensor | None, code: _Blocks | _Cast, message: torch.Tensor
 ) -> torch.Tensor:
     """What the guard compares (`Figures.of`), as the sender sees it: nothing more is exchanged."""
     result = torch.empty(row.numel(), dtype=torch.float32, device=row.device)
-    code.add_up(message, result)
+    code.add_up(message.unsqueeze(0), result)
     dense, result = row.double(), result.double()
-    left = dense.new_zeros(()) if kept is None else kept.double().square().sum()
+    owed = dense.new_zeros(()) if left is None else left.double().square().sum()
     gradient = dense.square().sum()
-    return torch.stack([left, gradient, result.dot(dense), result.square().sum(), gradient])
+    return torch.stack([owed, gradient, result.dot(dense), result.square().sum(), gradient])

@@ -23,25 +23,42 @@ def bits(weights: torch.Tensor) -> torch.Tensor:
 
 def checksum(weights: torch.Tensor) -> torch.Tensor:
     """An int64 scalar on the device of `weights` (any shape and dtype)."""
-    flat = weights.reshape(-1)
-    if not _whole(flat):
-        return checksum_reference(flat)
-    found = torch.zeros((), dtype=torch.int64, device=flat.device)
-    _add(flat, found, None)
+    if not _whole(weights):
+        return checksum_reference(weights)
+    from evener.comm.codecs import triton_checks
+
+    found = torch.zeros((), dtype=torch.int64, device=weights.device)
+    triton_checks.add(weights, found)
     return found
 
 
-def hold(weights: torch.Tensor, stated: torch.Tensor, into: torch.Tensor) -> None:
-    """Add to `into` how far the checksum of `weights` is from `stated`: nothing if it is right.
+def hold(weights: torch.Tensor, stated: torch.Tensor, off: torch.Tensor, place: int) -> None:
+    """Add to `off[place]` how far the checksum of `weights` is from `stated`: 0 if it is right.
 
-    `stated`, `into`: int64 of one element on the device of `weights`; `into` is zero before, and
-    nobody else's. Only enqueues, on the current stream.
+    `stated`: int64 of one element, `off`: int64 [many], on the device of `weights`; `off[place]` is
+    zero before. Only enqueues, on the current stream.
     """
-    flat = weights.reshape(-1)
-    if _whole(flat):
-        _add(flat, into, stated)
+    if _whole(weights):
+        from evener.comm.codecs import triton_checks
+
+        triton_checks.hold(weights, stated, off, place)
     else:
-        into.add_(checksum_reference(flat) - stated)
+        off[place].add_(checksum_reference(weights) - stated)
+
+
+def tell(weights: torch.Tensor, off: torch.Tensor, into: torch.Tensor) -> None:
+    """`into` <- the checksum of `weights`, and how many of `off` are not zero; then `off` <- 0.
+
+    `off`: int64 [many], `into`: int64 [2], zero before. Only enqueues, on the current stream.
+    """
+    if _whole(weights):
+        from evener.comm.codecs import triton_checks
+
+        triton_checks.tell(weights, off, into)
+    else:
+        into[0] = checksum_reference(weights)
+        into[1] = off.count_nonzero()
+        off.zero_()
 
 
 def checksum_reference(weights: torch.Tensor) -> torch.Tensor:
@@ -58,13 +75,8 @@ def checksum_reference(weights: torch.Tensor) -> torch.Tensor:
     ).sum()
 
 
-def _whole(flat: torch.Tensor) -> bool:
+def _whole(weights: torch.Tensor) -> bool:
     """Whether the kernel can take it: on a GPU, in words of 64 bits that are aligned."""
-    on_gpu = flat.device.type == "cuda" and flat.numel() > 0
-    return on_gpu and not (flat.nbytes % 8 or flat.data_ptr() % 8)
-
-
-def _add(flat: torch.Tensor, into: torch.Tensor, stated: torch.Tensor | None) -> None:
-    from evener.comm.codecs import triton_checks
-
-    triton_checks.add(flat.view(torch.int64), into, stated)
+    if weights.device.type != "cuda" or not weights.is_contiguous():
+        return False
+    return not (weights.nbytes % 8 or weights.data_ptr() % 8) and weights.nbytes > 0

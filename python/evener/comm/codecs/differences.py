@@ -69,8 +69,26 @@ def size(headers: torch.Tensor) -> torch.Tensor:
     return (headers >> 10).sum(dtype=torch.int64) + headers.numel()
 
 
-def write(new: torch.Tensor, old: torch.Tensor, headers: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the message to `out`, int32 [size(headers)] or more."""
+def places(headers: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
+    """Where in the message each tile's words begin: int64 [tiles], on the device of `headers`.
+
+    `said`: int64 [1] to [4]; its first becomes the message's size, the others 0.
+    """
+    if headers.device.type == "cpu":
+        return places_reference(headers, said)
+    from evener.comm.codecs import triton_differences
+
+    return triton_differences.places(headers, said)
+
+
+def write(
+    new: torch.Tensor,
+    old: torch.Tensor,
+    headers: torch.Tensor,
+    first: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Write the message to `out`, int32 [size(headers)] or more; `first`: by `places`."""
     if new.device.type == "cpu":
         shift, mask = EXPONENT[old.dtype]
         bits = new.view(torch.int16), old.view(torch.int16)
@@ -78,7 +96,7 @@ def write(new: torch.Tensor, old: torch.Tensor, headers: torch.Tensor, out: torc
         return
     from evener.comm.codecs import triton_differences
 
-    triton_differences.write(new, old, headers, out)
+    triton_differences.write(new, old, headers, first, out)
 
 
 def read(message: torch.Tensor, weights: torch.Tensor) -> None:
@@ -179,6 +197,15 @@ def plan_reference(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
             header = torch.where(bits < best, words * 1024 + tried, header)
             best = torch.minimum(bits, best)
     return torch.where(count > 0, header, 0).to(torch.int32)
+
+
+def places_reference(headers: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
+    """See `places`."""
+    words = (headers >> 10).to(torch.int64)
+    ends = words.cumsum(0) + headers.numel()
+    said.zero_()
+    said[:1] = size(headers)
+    return ends - words
 
 
 def write_reference(

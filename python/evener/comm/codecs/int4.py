@@ -30,11 +30,15 @@ def room(n: int, parts: int = 1) -> int:
 
 
 def quantize_reference(
-    values: torch.Tensor, residual: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+    values: torch.Tensor,
+    residual: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    left: torch.Tensor | None = None,
 ) -> None:
     """See `quantize`."""
     n, m = values.numel(), 2 * codes.numel()
-    total = values.float() + residual
+    total = values.float() + residual.float()
     rows = torch.nn.functional.pad(total, (0, m - n)).view(-1, BLOCK)
     most = (rows.view(torch.int32) & 0x7FFFFFFF).amax(1)
     largest = most.view(torch.float32)
@@ -48,12 +52,17 @@ def quantize_reference(
     rounded = (rows * inverse).round_().nan_to_num_(nan=0.0).clamp_(-7, 7).add_(0.0)
     stored = (rounded + 8).to(torch.uint8)
     codes.view(-1, HALF).copy_(stored[:, :HALF] | (stored[:, HALF:] << 4))
-    left = rows - rounded * step
-    residual.copy_(torch.where(left.isfinite(), left, 0.0).view(-1)[:n])
+    away = rows - rounded * step
+    away = torch.where(away.isfinite(), away, 0.0).view(-1)[:n]
+    (residual if left is None else left).copy_(away)
 
 
 def dequantize_sum_reference(
-    codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    factor: float,
+    out: torch.Tensor,
+    own: torch.Tensor | None = None,
 ) -> None:
     """See `dequantize_sum`."""
     total = torch.zeros(scales.shape[1], BLOCK, device=out.device)
@@ -61,38 +70,48 @@ def dequantize_sum_reference(
         packed = rank_codes.view(-1, HALF)
         halves = torch.cat([packed & 15, packed >> 4], dim=1)
         total += (halves.float() - 8) * rank_scales.unsqueeze(1)
-    out.copy_(total.view(-1)[: out.numel()] * factor)
+    total = total.view(-1)[: out.numel()] * factor
+    out.copy_(total if own is None else total + own)
 
 
 def quantize(
-    values: torch.Tensor, residual: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+    values: torch.Tensor,
+    residual: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    left: torch.Tensor | None = None,
 ) -> None:
-    """Write `values` + `residual` as codes and scales; `residual` keeps what rounding took away.
+    """Write `values` + `residual` as codes and scales; `left` <- what rounding took away.
 
-    `values` [n], any floating dtype; `residual` [n] float32; `codes` [m / 2] uint8, m a multiple of
-    256 that holds n; `scales` [m / 256] float32. On a GPU one pass.
+    `values`, `residual`, `left` [n], any floating dtypes; without `left`, `residual` keeps it.
+    `codes` [m / 2] uint8, m a multiple of 256 that holds n; `scales` [m / 256] float32. On a GPU
+    one pass.
     """
     if values.device.type == "cpu":
         if values.numel():
-            quantize_reference(values, residual, codes, scales)
+            quantize_reference(values, residual, codes, scales, left)
         return
     from evener.comm.codecs import triton_int4
 
-    triton_int4.quantize(values, residual, codes, scales)
+    triton_int4.quantize(values, residual, codes, scales, left)
 
 
 def dequantize_sum(
-    codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    factor: float,
+    out: torch.Tensor,
+    own: torch.Tensor | None = None,
 ) -> None:
-    """`out` [n] = `factor` times the sum over ranks, in rank order, of codes times scales.
+    """`out` [n] = `factor` times the sum over ranks, in rank order, of codes times scales; + `own`.
 
-    `codes`: uint8 [ranks, m / 2]; `scales`: float32 [ranks, m / 256]; `out`: any floating dtype.
-    Rows may be strided. On a GPU one pass.
+    `codes`: uint8 [ranks, m / 2]; `scales`: float32 [ranks, m / 256]; `out`, `own`: any floating
+    dtype. Rows may be strided. Added in float32. On a GPU one pass.
     """
     if out.device.type == "cpu":
         if out.numel():
-            dequantize_sum_reference(codes, scales, factor, out)
+            dequantize_sum_reference(codes, scales, factor, out, own)
         return
     from evener.comm.codecs import triton_int4
 
-    triton_int4.dequantize_sum(codes, scales, factor, out)
+    triton_int4.dequantize_sum(codes, scales, factor, out, own)

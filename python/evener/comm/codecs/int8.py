@@ -51,10 +51,11 @@ def quantize_reference(
     codes: torch.Tensor,
     scales: torch.Tensor,
     key: int,
+    left: torch.Tensor | None = None,
 ) -> None:
     """See `quantize`."""
     n, m = values.numel(), codes.numel()
-    total = values.float() if residual is None else values.float() + residual
+    total = values.float() if residual is None else values.float() + residual.float()
     rows = torch.nn.functional.pad(total, (0, m - n)).view(-1, BLOCK)
     most = (rows.view(torch.int32) & 0x7FFFFFFF).amax(1)
     largest = most.view(torch.float32)
@@ -75,18 +76,24 @@ def quantize_reference(
     rounded.view(-1)[n:] = 0
     codes.copy_(rounded.view(-1))
     if residual is not None:
-        left = rows - rounded * step
-        residual.copy_(torch.where(left.isfinite(), left, 0.0).view(-1)[:n])
+        away = rows - rounded * step
+        away = torch.where(away.isfinite(), away, 0.0).view(-1)[:n]
+        (residual if left is None else left).copy_(away)
 
 
 def dequantize_sum_reference(
-    codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    factor: float,
+    out: torch.Tensor,
+    own: torch.Tensor | None = None,
 ) -> None:
     """See `dequantize_sum`."""
     total = torch.zeros(codes.shape[1], device=out.device)
     for rank_codes, rank_scales in zip(codes, scales, strict=True):
         total += (rank_codes.view(-1, BLOCK).float() * rank_scales.unsqueeze(1)).view(-1)
-    out.copy_(total[: out.numel()] * factor)
+    total = total[: out.numel()] * factor
+    out.copy_(total if own is None else total + own)
 
 
 def quantize(
@@ -95,31 +102,46 @@ def quantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
     key: int,
+    left: torch.Tensor | None = None,
 ) -> None:
-    """Write `values` + `residual` as codes and scales; `residual` keeps what rounding took away.
+    """Write `values` + `residual` as codes and scales; `left` <- what rounding took away.
 
-    `values` [n], any floating dtype; `residual` [n] float32 or None; `codes` [m] int8, m a multiple
-    of 1024 that holds n, 0 past the values; `scales` [m / 1024] float32; `key`: 32 bits. One pass.
+    `values`, `left` [n], any floating dtypes; `residual` [n] or None, float32, or with `left` any
+    floating dtype; without `left`, `residual` keeps it. `codes` [m] int8, m a multiple of 1024 that
+    holds n, 0 past the values; `scales` [m / 1024] float32; `key`: 32 bits. One pass.
     """
     if values.device.type == "cpu":
-        _kernels.int8_quantize(values.float(), residual, codes, scales, key)
+        kept = residual
+        if residual is not None and left is not None:
+            kept = residual.to(torch.float32, copy=True)
+        _kernels.int8_quantize(values.float(), kept, codes, scales, key)
+        if kept is not None and left is not None:
+            left.copy_(kept)
         return
     from evener.comm.codecs import triton_int8
 
-    triton_int8.quantize(values, residual, codes, scales, key)
+    triton_int8.quantize(values, residual, codes, scales, key, left)
 
 
 def dequantize_sum(
-    codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    factor: float,
+    out: torch.Tensor,
+    own: torch.Tensor | None = None,
 ) -> None:
-    """`out` [n] = `factor` times the sum over ranks, in rank order, of codes times scales.
+    """`out` [n] = `factor` times the sum over ranks, in rank order, of codes times scales; + `own`.
 
-    `codes`: int8 [ranks, m]; `scales`: float32 [ranks, m / 1024]; `out`: float32, or on a GPU any
-    floating dtype. Rows may be strided. One pass.
+    `codes`: int8 [ranks, m]; `scales`: float32 [ranks, m / 1024]; `out`, `own`: any floating dtype.
+    Rows may be strided. Added in float32. One pass on a GPU, and on a CPU without `own`.
     """
     if out.device.type == "cpu":
-        _kernels.int8_dequantize_sum(codes.contiguous(), scales.contiguous(), factor, out)
+        plain = own is None and out.dtype == torch.float32
+        total = out if plain else torch.empty(out.numel())
+        _kernels.int8_dequantize_sum(codes.contiguous(), scales.contiguous(), factor, total)
+        if not plain:
+            out.copy_(total if own is None else total.add_(own))
         return
     from evener.comm.codecs import triton_int8
 
-    triton_int8.dequantize_sum(codes, scales, factor, out)
+    triton_int8.dequantize_sum(codes, scales, factor, out, own)

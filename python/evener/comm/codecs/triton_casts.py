@@ -24,4 +24,4 @@ def cast(values: torch.Tensor, scale: float, out: torch.Tensor) -> None:
     """`out` = `scale` * `values`, both [n], contiguous, of any floating dtype."""
     n = values.numel()
     if n:
-        _cast[(triton.cdiv(n, BLOCK),)](values, out, float(scale), n, BLOCK, num_warps=8)
+        _cast[(-(-n // BLOCK),)](values, out, float(scale), n, BLOCK, num_warps=8)

@@ -28,10 +28,19 @@ from evener.comm.codecs.rice import (
     tiles,
 )
 
+# Headers that `_places` adds up at a time.
+BLOCK = 2048
+
+
+@triton.jit
+def _raw(weights):
+    """The same memory as whole numbers: a view of the host's costs as much as a launch."""
+    return weights.to(tl.pointer_type(tl.int16), bitcast=True)
+
 
 @triton.jit
 def _bits(weights, at, inside):
-    return tl.load(weights + at, inside, other=0).to(tl.int32) & 0xFFFF
+    return tl.load(_raw(weights) + at, inside, other=0).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
@@ -136,6 +145,22 @@ def _choose(
 
 
 @triton.jit
+def _places(headers, first, said, count, SAID: tl.constexpr, BLOCK: tl.constexpr):
+    """Where each tile's words begin; the message's size, and zeros behind it. One program."""
+    taken = tl.zeros([], tl.int64) + count
+    start = tl.zeros([], tl.int32)
+    while start < count:
+        at = start + tl.arange(0, BLOCK)
+        words = (tl.load(headers + at, at < count, other=0) >> 10).to(tl.int64)
+        tl.store(first + at, taken + tl.cumsum(words, 0) - words, at < count)
+        taken += tl.sum(words)
+        start += BLOCK
+    if SAID:
+        place = tl.arange(0, 4)
+        tl.store(said + place, tl.where(place == 0, taken, 0), place < SAID)
+
+
+@triton.jit
 def _put(
     z, exponent, inside, chosen, quiet, flagged, moved, held, filled, here, taken, out,
     ESCAPE: tl.constexpr,
@@ -176,6 +201,7 @@ def _encode(
 ):
     tile = tl.program_id(0)
     header = tl.load(headers + tile)
+    tl.store(out + tile, header)
     if header >= 1024:
         chosen = header & 511
         limit = tl.where((header & 512) > 0, chosen, 1 << 20)
@@ -249,7 +275,7 @@ def _take(
     length = tl.where(there, length, 0) + flagged
     number = (_ordered(before) + ((z >> 1) ^ -(z & 1))) & 0xFFFF
     after = number ^ tl.where(number >= 0x8000, 0x8000, 0xFFFF)
-    tl.store(weights + at, after.to(tl.int16), inside)
+    tl.store(_raw(weights) + at, after.to(tl.int16), inside)
     return silent, held >> length.to(tl.int64), have - length, taken + tl.sum(needs)
 
 
@@ -309,7 +335,6 @@ def plan(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     if not count:
         return headers
     shift, mask = EXPONENT[old.dtype]
-    new, old = new.view(torch.int16), old.view(torch.int16)
     tries = HIGHEST - LOWEST + 1
     _choose[(count,)](
         new, old, headers, n, shift, mask, ESCAPE, LOWEST, tries, STEPS, LANES, num_warps=8
@@ -317,32 +342,36 @@ def plan(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     return headers
 
 
-def write(new: torch.Tensor, old: torch.Tensor, headers: torch.Tensor, out: torch.Tensor) -> None:
-    """`differences.write` for CUDA tensors: only enqueues, on the current stream."""
+def places(headers: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
+    """`differences.places` for CUDA tensors: one launch, on the current stream."""
+    first = torch.empty(headers.numel(), dtype=torch.int64, device=headers.device)
+    _places[(1,)](headers, first, said, headers.numel(), said.numel(), BLOCK, num_warps=8)
+    return first
+
+
+def write(
+    new: torch.Tensor,
+    old: torch.Tensor,
+    headers: torch.Tensor,
+    first: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """`differences.write` for CUDA tensors: one launch, on the current stream."""
     count = headers.numel()
     if not count:
         return
-    out[:count].copy_(headers)
     shift, mask = EXPONENT[old.dtype]
-    n, new, old = old.numel(), new.view(torch.int16), old.view(torch.int16)
-    first = _first(headers)
     _encode[(count,)](
-        new, old, headers, first, out, n, shift, mask, ESCAPE, STEPS, LANES, num_warps=1
+        new, old, headers, first, out, old.numel(), shift, mask, ESCAPE, STEPS, LANES, num_warps=1
     )
 
 
 def read(message: torch.Tensor, weights: torch.Tensor) -> None:
     """`differences.read` for CUDA tensors: only enqueues, on the current stream."""
-    count = tiles(weights.numel())
+    n, count = weights.numel(), tiles(weights.numel())
     if not count:
         return
     shift, mask = EXPONENT[weights.dtype]
-    n, bits = weights.numel(), weights.view(torch.int16)
-    first = _first(message[:count])
-    _decode[(count,)](message, first, bits, n, shift, mask, ESCAPE, STEPS, LANES, num_warps=1)
-
-
-def _first(headers: torch.Tensor) -> torch.Tensor:
-    """Where each tile's words begin in the message."""
-    words = (headers >> 10).to(torch.int64)
-    return words.cumsum(0) - words + headers.numel()
+    first = torch.empty(count, dtype=torch.int64, device=message.device)
+    _places[(1,)](message, first, first, count, 0, BLOCK, num_warps=8)
+    _decode[(count,)](message, first, weights, n, shift, mask, ESCAPE, STEPS, LANES, num_warps=1)

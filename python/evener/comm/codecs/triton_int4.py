@@ -41,7 +41,9 @@ def _left(x, rounded, step):
 
 
 @triton.jit
-def _quantize(values, residual, codes, scales, n, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize(
+    values, residual, kept, codes, scales, n, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     HALF: tl.constexpr = BLOCK // 2  # noqa: N806
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, HALF)[None, :]
@@ -49,9 +51,9 @@ def _quantize(values, residual, codes, scales, n, blocks, ROWS: tl.constexpr, BL
     high = low + HALF
     in_low, in_high = low < n, high < n
     a = tl.load(values + low, in_low, other=0.0).to(tl.float32)
-    a += tl.load(residual + low, in_low, other=0.0)
+    a += tl.load(residual + low, in_low, other=0.0).to(tl.float32)
     b = tl.load(values + high, in_high, other=0.0).to(tl.float32)
-    b += tl.load(residual + high, in_high, other=0.0)
+    b += tl.load(residual + high, in_high, other=0.0).to(tl.float32)
     most = tl.maximum(tl.max(_magnitude(a), 1), tl.max(_magnitude(b), 1))
     infinity = 0x7F800000
     usable = (most >= 27 << 23) & (most < infinity)
@@ -64,20 +66,23 @@ def _quantize(values, residual, codes, scales, n, blocks, ROWS: tl.constexpr, BL
     packed = (first + 8.0).to(tl.int32) | ((second + 8.0).to(tl.int32) << 4)
     at = row[:, None].to(tl.int64) * HALF + place
     tl.store(codes + at, packed.to(tl.uint8), (row < blocks)[:, None] & (place < HALF))
-    tl.store(residual + low, _left(a, first, step[:, None]), in_low)
-    tl.store(residual + high, _left(b, second, step[:, None]), in_high)
+    kind = kept.dtype.element_ty
+    tl.store(kept + low, _left(a, first, step[:, None]).to(kind), in_low)
+    tl.store(kept + high, _left(b, second, step[:, None]).to(kind), in_high)
 
 
 @triton.jit
 def _dequantize_sum(
     codes,
     scales,
+    own,
     out,
     factor,
     n,
     peers,
     code_stride,
     scale_stride,
+    OWN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -98,21 +103,32 @@ def _dequantize_sum(
         second += ((packed >> 4).to(tl.float32) - 8.0) * scale
         peer += 1
     kind = out.dtype.element_ty
-    tl.store(out + low, (first * factor).to(kind), low < n)
-    tl.store(out + low + HALF, (second * factor).to(kind), low + HALF < n)
+    high = low + HALF
+    first *= factor
+    second *= factor
+    if OWN:
+        first += tl.load(own + low, low < n, other=0.0).to(tl.float32)
+        second += tl.load(own + high, high < n, other=0.0).to(tl.float32)
+    tl.store(out + low, first.to(kind), low < n)
+    tl.store(out + high, second.to(kind), high < n)
 
 
 def quantize(
-    values: torch.Tensor, residual: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+    values: torch.Tensor,
+    residual: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    left: torch.Tensor | None = None,
 ) -> None:
     """`evener.comm.codecs.int4.quantize` for CUDA tensors: only enqueues, on the current stream."""
     blocks = scales.numel()
     if not blocks:
         return
     block = 2 * codes.numel() // blocks  # two codes per byte
-    _quantize[(triton.cdiv(blocks, ROWS),)](
+    _quantize[(-(-blocks // ROWS),)](
         values,
         residual,
+        residual if left is None else left,
         codes,
         scales,
         values.numel(),
@@ -125,22 +141,28 @@ def quantize(
 
 
 def dequantize_sum(
-    codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    factor: float,
+    out: torch.Tensor,
+    own: torch.Tensor | None = None,
 ) -> None:
     """`evener.comm.codecs.int4.dequantize_sum` for CUDA tensors."""
     n = out.numel()
     if not n:
         return
     block = 2 * codes.shape[1] // scales.shape[1]
-    _dequantize_sum[(triton.cdiv(n, ROWS * block),)](
+    _dequantize_sum[(-(-n // (ROWS * block)),)](
         codes,
         scales,
+        out if own is None else own,
         out,
         float(factor),
         n,
         codes.shape[0],
         codes.stride(0),
         scales.stride(0),
+        own is not None,
         ROWS,
         block,
         num_warps=4,

@@ -32,6 +32,7 @@ def _mix(x):
 def _quantize(
     values,
     residual,
+    kept,
     codes,
     scales,
     key,
@@ -46,7 +47,7 @@ def _quantize(
     inside = at < n
     total = tl.load(values + at, inside, other=0.0).to(tl.float32)
     if FEEDBACK:
-        total += tl.load(residual + at, inside, other=0.0)
+        total += tl.load(residual + at, inside, other=0.0).to(tl.float32)
     most = tl.max(total.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     infinity = 0x7F800000
     usable = (most >= 27 << 23) & (most < infinity)
@@ -65,20 +66,22 @@ def _quantize(
     rounded = tl.where(inside & usable[:, None], rounded, 0.0)
     tl.store(codes + at, rounded.to(tl.int8), row[:, None] < blocks)
     if FEEDBACK:
-        left = total - rounded * step[:, None]
-        tl.store(residual + at, tl.where(finite, left, 0.0), inside)
+        left = tl.where(finite, total - rounded * step[:, None], 0.0)
+        tl.store(kept + at, left.to(kept.dtype.element_ty), inside)
 
 
 @triton.jit
 def _dequantize_sum(
     codes,
     scales,
+    own,
     out,
     factor,
     n,
     peers,
     code_stride,
     scale_stride,
+    OWN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -93,7 +96,10 @@ def _dequantize_sum(
         code = tl.load(codes + peer * code_stride + at, inside, other=0).to(tl.float32)
         total += code * scale[:, None]
         peer += 1
-    tl.store(out + at, (total * factor).to(out.dtype.element_ty), inside)
+    total *= factor
+    if OWN:
+        total += tl.load(own + at, inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), inside)
 
 
 def quantize(
@@ -102,14 +108,16 @@ def quantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
     key: int,
+    left: torch.Tensor | None = None,
 ) -> None:
     """`evener.comm.codecs.int8.quantize` for CUDA tensors: only enqueues, on the current stream."""
     blocks = codes.numel() // BLOCK
     if not blocks:
         return
-    _quantize[(triton.cdiv(blocks, ROWS),)](
+    _quantize[(-(-blocks // ROWS),)](
         values,
         values if residual is None else residual,
+        values if residual is None else residual if left is None else left,
         codes,
         scales,
         # Triton specialises on what fits int32; a key is 32 bits, whatever its sign.
@@ -125,21 +133,27 @@ def quantize(
 
 
 def dequantize_sum(
-    codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    factor: float,
+    out: torch.Tensor,
+    own: torch.Tensor | None = None,
 ) -> None:
     """`evener.comm.codecs.int8.dequantize_sum` for CUDA tensors."""
     n = out.numel()
     if not n:
         return
-    _dequantize_sum[(triton.cdiv(n, ROWS * BLOCK),)](
+    _dequantize_sum[(-(-n // (ROWS * BLOCK)),)](
         codes,
         scales,
+        out if own is None else own,
         out,
         float(factor),
         n,
         codes.shape[0],
         codes.stride(0),
         scales.stride(0),
+        own is not None,
         ROWS,
         BLOCK,
         num_warps=8,

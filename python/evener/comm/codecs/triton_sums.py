@@ -28,6 +28,6 @@ def add_in_order(parts: torch.Tensor, scale: float, out: torch.Tensor) -> None:
     """`out` [n] = `scale` * the sum of `parts` [ranks, n], contiguous, at most 32 bits wide."""
     ranks, n = parts.shape
     if n:
-        _add_in_order[(triton.cdiv(n, BLOCK),)](
+        _add_in_order[(-(-n // BLOCK),)](
             parts, out, float(scale), n, ranks, BLOCK, num_warps=8, enable_fp_fusion=False
         )

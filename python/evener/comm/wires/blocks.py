@@ -44,15 +44,27 @@ class BlockWire(Wire):
         codes: torch.Tensor,
         scales: torch.Tensor,
         key: int,
+        left: torch.Tensor | None = None,
     ) -> None:
-        """`values` [n] plus `residual` [n] as uint8 codes and float32 scales; `key`: for chance."""
+        """`values` [n] plus `residual` [n] as uint8 codes and float32 scales; `key`: for chance.
+
+        `left` <- what rounding took away; without it, `residual` keeps that.
+        """
 
     @classmethod
     @abstractmethod
     def add_up(
-        cls, codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
+        cls,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        factor: float,
+        out: torch.Tensor,
+        own: torch.Tensor | None = None,
     ) -> None:
-        """`out` [n] = `factor` times the sum over ranks of codes [ranks, bytes] times scales."""
+        """`out` [n] = `factor` times the sum over ranks of codes [ranks, bytes] times scales.
+
+        And + `own` [n]. Added in float32, `own` last.
+        """
 
     @classmethod
     def paper(cls, ratio: float) -> Paper:
@@ -92,7 +104,7 @@ class BlockWire(Wire):
         payload, codes, scales, *both = self._cut(received, room)
         self.quantize(shard, residual, codes, scales, self._key(state, 0))
         self.outer.all_gather(received, payload)
-        self._decode(both[0], both[1], self.scaling.outer, shard)
+        self.add_up(both[0], both[1], self.scaling.outer, shard)
 
     def _cut(self, received: torch.Tensor, room: int) -> tuple[torch.Tensor, ...]:
         """Payload, its codes and scales, and all that come: views, kept as long as `received` is.
@@ -127,7 +139,7 @@ class BlockWire(Wire):
         self.outer.all_to_all(received, payload.view(-1))
         mine = slice(starts[rank], starts[rank + 1])
         total = self._part.get(mine.stop - mine.start, torch.float32, shard.device)
-        self._decode(*self.views(received.view(peers, -1), room), self.scaling.outer, total)
+        self.add_up(*self.views(received.view(peers, -1), room), self.scaling.outer, total)
         second = self._second.get(size, torch.uint8, shard.device)
         codes, scales = self.views(second.unsqueeze(0), room)
         # `total` becomes its own residual: nothing was there before.
@@ -138,17 +150,7 @@ class BlockWire(Wire):
         codes, scales = self.views(received.view(peers, -1), room)
         for part in range(peers):
             out = shard[starts[part] : starts[part + 1]]
-            self._decode(codes[part : part + 1], scales[part : part + 1], 1.0, out)
-
-    def _decode(
-        self, codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
-    ) -> None:
-        if out.dtype == torch.float32 or out.device.type != "cpu":
-            self.add_up(codes, scales, factor, out)
-            return
-        wide = torch.empty(out.numel())
-        self.add_up(codes, scales, factor, wide)
-        out.copy_(wide)
+            self.add_up(codes[part : part + 1], scales[part : part + 1], 1.0, out)
 
     def _key(self, state: ShardState, stream: int) -> int:
         place = 0 if self.route.scatter is None else self.route.scatter.rank

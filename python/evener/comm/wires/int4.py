@@ -33,15 +33,21 @@ class Int4Wire(BlockWire):
         codes: torch.Tensor,
         scales: torch.Tensor,
         key: int,
+        left: torch.Tensor | None = None,
     ) -> None:
         """See `BlockWire`; nothing is left to chance."""
         del key
         assert residual is not None
-        int4.quantize(values, residual, codes, scales)
+        int4.quantize(values, residual, codes, scales, left)
 
     @classmethod
     def add_up(
-        cls, codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
+        cls,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        factor: float,
+        out: torch.Tensor,
+        own: torch.Tensor | None = None,
     ) -> None:
         """See `BlockWire`."""
-        int4.dequantize_sum(codes, scales, factor, out)
+        int4.dequantize_sum(codes, scales, factor, out, own)

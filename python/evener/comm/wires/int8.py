@@ -31,16 +31,22 @@ class Int8Wire(BlockWire):
         codes: torch.Tensor,
         scales: torch.Tensor,
         key: int,
+        left: torch.Tensor | None = None,
     ) -> None:
         """See `BlockWire`."""
-        int8.quantize(values, residual, codes.view(torch.int8), scales, key)
+        int8.quantize(values, residual, codes.view(torch.int8), scales, key, left)
 
     @classmethod
     def add_up(
-        cls, codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
+        cls,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        factor: float,
+        out: torch.Tensor,
+        own: torch.Tensor | None = None,
     ) -> None:
         """See `BlockWire`."""
-        int8.dequantize_sum(codes.view(torch.int8), scales, factor, out)
+        int8.dequantize_sum(codes.view(torch.int8), scales, factor, out, own)
 
     @classmethod
     def rows_bytes(cls, numel: int, dtype: torch.dtype) -> int:
