@@ -65,8 +65,11 @@ def evener(new: torch.Tensor, old: torch.Tensor) -> dict[str, Any]:
     words = int(differences.size(headers))
     message = torch.empty(words, dtype=torch.int32, device="cuda")
 
+    said = torch.empty(1, dtype=torch.int64, device="cuda")
+
     def encode() -> None:
-        differences.write(new, old, differences.plan(new, old), message)
+        headers = differences.plan(new, old)
+        differences.write(new, old, headers, differences.places(headers, said), message)
 
     encode()
     there = old.clone()
