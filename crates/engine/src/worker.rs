@@ -577,9 +577,11 @@ impl Worker {
             return;
         };
         let now = self.now();
-        let carried = sys::tcp_info(conn.fd.as_raw_fd())
-            .map_or(u64::MAX, |info| info.bytes_acknowledged)
-            .saturating_add(conn.stats.report().received);
+        // A path that was given up before it had to send anything again says nothing of the network.
+        let fruitless = sys::tcp_info(conn.fd.as_raw_fd()).is_ok_and(|info| {
+            let carried = info.bytes_acknowledged + conn.stats.report().received;
+            info.retransmits > 0 && carried < FRUIT
+        });
         sys::set_reset_on_close(conn.fd.as_raw_fd());
         let Some(Some(mine)) = self.links.get_mut(conn.link) else {
             return;
@@ -607,7 +609,7 @@ impl Worker {
             stats.nic, stats.port, stats.peer
         );
         self.shared.log(level, &text);
-        self.shared.news(if !idle && carried < FRUIT {
+        self.shared.news(if !idle && fruitless {
             News::Fruitless(peer.key, conn.path)
         } else {
             News::Lost(peer.key, conn.path)
