@@ -38,22 +38,19 @@ PLAIN = "fsdp2"
 WAYS = (PLAIN, "exact", "int8", "int4")
 WIDE = 2  # bytes of a weight and of a gradient
 BITS = 3.9
-"""Bits per weight that a difference takes: 4.5 in the first steps of the runs in
-fsdp-ethernet.json, 3.4 ten steps later, and 0.12 less since (the same trainings with the code of
-then and of now: fsdp-bits.json). Later in a training it is 1 to 3. Embeddings take less where a
-step sees few of their rows."""
-CODER = 29.0
+"""Bits per weight that a difference takes: 4.5 in the first steps of an earlier run of this model,
+3.4 ten steps later, and 0.12 less since (the same trainings with the code of then and of now:
+fsdp-bits.json). Later in a training it is 1 to 3. Embeddings take less where a step sees few of
+their rows."""
+CODER = 23.0
 """Times that coding and decoding a difference take what the memory takes for the weight's bytes:
-10.3 ms for 706 MB at 2 TB/s (the profile in fsdp-ethernet.json, of the code before fsdp-bits.json;
-a GPU has not timed the one of now)."""
-CHECK_MS = 1.8
+6.2 ms to encode 706 MB and 1.9 ms to decode as much (113 and 364 GB/s: fsdp-coder.json), at 2 TB/s."""
+CHECK_MS = 0.6
 """Milliseconds that the host waits per unit and forward pass, for the GPU's comparison and for all
-ranks' numbers: a micro-batch that sends nothing takes 27 ms more than FSDP2's own in
-fsdp-ethernet.json, for 15 units, wherever the mirror lies."""
-CODE_MS = 2.4
+ranks' numbers; of 15 units in fsdp-ethernet.json, with the copy on the GPU."""
+CODE_MS = 0.5
 """Milliseconds per unit that a backward pass takes beyond bytes and computing where gradients go in
-a form: an INT4 step in fsdp-ethernet.json took 36 ms more than both, for 15 units. The cause is not
-known. It does not show where the bytes take longer."""
+a form; as above."""
 OPTIMIZER = 75.0
 """Bytes of memory traffic per weight of a rank's shard in AdamW's step: 13.2 ms for 353M weights at
 2 TB/s (the same profile)."""
