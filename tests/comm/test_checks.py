@@ -32,6 +32,21 @@ for n in (1, 5, 4096, 4097, 9000):
     assert told.tolist() == [0, sum_.item(), 3] and not off.any(), n
     triton_checks.tell(words.view(torch.bfloat16), off, told.zero_())
     assert told.tolist() == [sum_.item(), 0, 0], n
+for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+    for n in (1, 3, 1001, 4095, 9001):
+        for start in (0, 1):  # aligned, and not
+            chance = torch.Generator().manual_seed(n)
+            bits = torch.randint(-128, 128, (4 * n + 4,), generator=chance)
+            weights = bits.to(torch.int8).view(dtype)[start : start + n]
+            want = checks.checksum_reference(weights).item()
+            there = bits.to(torch.int8).to(device).view(dtype)[start : start + n]
+            off = torch.zeros(2, dtype=torch.int64, device=device)
+            triton_checks.add(there, off[1])
+            assert off.tolist() == [0, want], (dtype, n, start)
+            triton_checks.hold(there, off[1] + 5, off, 0)
+            told = torch.zeros(2, dtype=torch.int64, device=device)
+            triton_checks.tell(there, off, told)
+            assert told.tolist() == [want, 2 - (want == 0)], (dtype, n, start)
 """
 
 COMPILED = """
@@ -41,14 +56,16 @@ from triton.compiler import ASTSource
 from evener.comm.codecs import triton_checks as t
 
 types = {"weights": "*bf16", "n": "i32", "place": "i32", "many": "i32",
-         "BLOCK": "constexpr", "MANY": "constexpr"}
+         "BLOCK": "constexpr", "MANY": "constexpr", "EACH": "constexpr"}
 for kernel in (t._add, t._hold, t._tell):
     signature = {name: types.get(name, "*i64") for name in kernel.arg_names}
     values = {"BLOCK": t.BLOCK, "MANY": 64}
-    constants = {name: values[name] for name in kernel.arg_names if name in values}
-    made = triton.compile(ASTSource(kernel, signature, constants),
-                          target=GPUTarget("cuda", 90, 32))
-    assert len(made.asm["cubin"]) > 1000
+    for each, weights in ((1, "*bf16"), (2, "*fp32"), (4, "*bf16"), (8, "*u8")):
+        values["EACH"], signature["weights"] = each, weights
+        constants = {name: values[name] for name in kernel.arg_names if name in values}
+        made = triton.compile(ASTSource(kernel, signature, constants),
+                              target=GPUTarget("cuda", 90, 32))
+        assert len(made.asm["cubin"]) > 1000
 """
 
 

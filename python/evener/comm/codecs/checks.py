@@ -23,7 +23,7 @@ def bits(weights: torch.Tensor) -> torch.Tensor:
 
 def checksum(weights: torch.Tensor) -> torch.Tensor:
     """An int64 scalar on the device of `weights` (any shape and dtype)."""
-    if not _whole(weights):
+    if not _by_kernel(weights):
         return checksum_reference(weights)
     from evener.comm.codecs import triton_checks
 
@@ -38,7 +38,7 @@ def hold(weights: torch.Tensor, stated: torch.Tensor, off: torch.Tensor, place: 
     `stated`: int64 of one element, `off`: int64 [many], on the device of `weights`; `off[place]` is
     zero before. Only enqueues, on the current stream.
     """
-    if _whole(weights):
+    if _by_kernel(weights):
         from evener.comm.codecs import triton_checks
 
         triton_checks.hold(weights, stated, off, place)
@@ -51,7 +51,7 @@ def tell(weights: torch.Tensor, off: torch.Tensor, into: torch.Tensor) -> None:
 
     `off`: int64 [many], `into`: int64 [2], zero before. Only enqueues, on the current stream.
     """
-    if _whole(weights):
+    if _by_kernel(weights):
         from evener.comm.codecs import triton_checks
 
         triton_checks.tell(weights, off, into)
@@ -75,8 +75,6 @@ def checksum_reference(weights: torch.Tensor) -> torch.Tensor:
     ).sum()
 
 
-def _whole(weights: torch.Tensor) -> bool:
-    """Whether the kernel can take it: on a GPU, in words of 64 bits that are aligned."""
-    if weights.device.type != "cuda" or not weights.is_contiguous():
-        return False
-    return not (weights.nbytes % 8 or weights.data_ptr() % 8) and weights.nbytes > 0
+def _by_kernel(weights: torch.Tensor) -> bool:
+    """Whether a kernel takes it."""
+    return weights.device.type == "cuda" and weights.is_contiguous() and weights.numel() > 0

@@ -17,29 +17,50 @@ BLOCK = 4096
 
 
 @triton.jit
-def _sum(weights, block, n, BLOCK: tl.constexpr):
-    words = weights.to(tl.pointer_type(tl.int64), bitcast=True)
-    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return tl.sum(tl.load(words + at, at < n, other=0) * (2 * at + 1))
+def _load(weights, at, n, KIND: tl.constexpr):
+    bits = weights.to(tl.pointer_type(KIND), bitcast=True)
+    return tl.load(bits + at, at < n, other=0).to(tl.int64)
 
 
 @triton.jit
-def _add(weights, into, n, BLOCK: tl.constexpr):
+def _sum(weights, block, n, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a block: of words, or (`EACH` to a word) of weights that are loaded one by one."""
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if EACH == 1:
+        found = _load(weights, at, n, tl.int64) * (2 * at + 1)
+    else:
+        if EACH == 2:
+            value = _load(weights, at, n, tl.int32)
+        elif EACH == 4:
+            value = _load(weights, at, n, tl.int16)
+        else:
+            value = _load(weights, at, n, tl.uint8)
+        width: tl.constexpr = 64 // EACH
+        part = (value & ((1 << width) - 1)) << (at % EACH * width)
+        word, whole = at // EACH, n // EACH
+        # What is left behind the last word counts by itself.
+        rest = value * (3 + at - whole * EACH)
+        found = tl.where(word < whole, part * (2 * word + 1), rest)
+    return tl.sum(found)
+
+
+@triton.jit
+def _add(weights, into, n, EACH: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
-    tl.atomic_add(into, _sum(weights, block, n, BLOCK))
+    tl.atomic_add(into, _sum(weights, block, n, EACH, BLOCK))
 
 
 @triton.jit(do_not_specialize=["place"])
-def _hold(weights, stated, off, place, n, BLOCK: tl.constexpr):
+def _hold(weights, stated, off, place, n, EACH: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
-    total = _sum(weights, block, n, BLOCK)
+    total = _sum(weights, block, n, EACH, BLOCK)
     tl.atomic_add(off + place, total - tl.where(block == 0, tl.load(stated), 0))
 
 
 @triton.jit
-def _tell(weights, off, into, n, many, MANY: tl.constexpr, BLOCK: tl.constexpr):
+def _tell(weights, off, into, n, many, MANY: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
-    tl.atomic_add(into, _sum(weights, block, n, BLOCK))
+    tl.atomic_add(into, _sum(weights, block, n, EACH, BLOCK))
     if block == 0:
         place = tl.arange(0, MANY)
         wrong = tl.load(off + place, place < many, other=0) != 0
@@ -47,20 +68,27 @@ def _tell(weights, off, into, n, many, MANY: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(off + place, tl.zeros([MANY], tl.int64), place < many)
 
 
+def _cut(weights: torch.Tensor) -> tuple[int, int]:
+    """How many are loaded, and how many of them are a word: 1 where whole words lie aligned."""
+    if weights.nbytes % 8 or weights.data_ptr() % 8:
+        return weights.numel(), 8 // weights.element_size()
+    return weights.nbytes // 8, 1
+
+
 def add(weights: torch.Tensor, into: torch.Tensor) -> None:
-    """`into`, int64 of one element, += the checksum of `weights`: whole words. Only enqueues."""
-    n = weights.nbytes // 8
-    _add[(-(-n // BLOCK),)](weights, into, n, BLOCK, num_warps=8)
+    """`into`, int64 of one element, += the checksum of `weights`. Only enqueues."""
+    n, each = _cut(weights)
+    _add[(-(-n // BLOCK),)](weights, into, n, each, BLOCK, num_warps=8)
 
 
 def hold(weights: torch.Tensor, stated: torch.Tensor, off: torch.Tensor, place: int) -> None:
-    """`checks.hold` for whole words on a GPU: one launch, on the current stream."""
-    n = weights.nbytes // 8
-    _hold[(-(-n // BLOCK),)](weights, stated, off, place, n, BLOCK, num_warps=8)
+    """`checks.hold` on a GPU: one launch, on the current stream."""
+    n, each = _cut(weights)
+    _hold[(-(-n // BLOCK),)](weights, stated, off, place, n, each, BLOCK, num_warps=8)
 
 
 def tell(weights: torch.Tensor, off: torch.Tensor, into: torch.Tensor) -> None:
-    """`checks.tell` for whole words on a GPU: one launch, on the current stream."""
-    n, many = weights.nbytes // 8, off.numel()
+    """`checks.tell` on a GPU: one launch, on the current stream."""
+    (n, each), many = _cut(weights), off.numel()
     power = 1 << (many - 1).bit_length()
-    _tell[(-(-n // BLOCK),)](weights, off, into, n, many, power, BLOCK, num_warps=8)
+    _tell[(-(-n // BLOCK),)](weights, off, into, n, many, power, each, BLOCK, num_warps=8)
