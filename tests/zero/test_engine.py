@@ -745,6 +745,9 @@ def test_state_dicts_are_real_and_copies_are_refused() -> None:
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-8)
             averaged[name].lerp_(state[name], 0.1)
+    for name, part in engine.module.named_modules():  # as peft asks for a part that it saves whole
+        for own, value in part.state_dict().items():
+            assert torch.equal(value, state[f"{name}.{own}".lstrip(".")])
     assert all(value.isfinite().all() for value in averaged.values())
     with pytest.raises(UsageError, match="is away"):
         torch.stack([p.detach().sum() for p in engine.module.parameters()])
