@@ -563,6 +563,6 @@ TWIN = Twin(
     programs=PROGRAMS,
     check=check,
     faults={name: (lambda name=name: _switch.put(name)) for name in FAULTS},
-    programs_per_round=100,
+    programs_per_round=40,
     needs=("bitsandbytes", "peft"),
 )
