@@ -24,8 +24,8 @@ from evener.zero.checkpoint import CheckpointError
 from evener.zero.config import Config
 from evener.zero.states import Noise, States
 
+from .engines import weights
 from .models import Model, Plain, batches, loss_of
-from .test_engine import weights
 from .test_plan import MACHINE
 from .test_rules import Lion
 

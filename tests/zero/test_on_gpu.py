@@ -19,8 +19,8 @@ from evener.zero.chunk import Chunk
 from evener.zero.lanes import Lanes
 from evener.zero.rules import RULES, Rule
 from evener.zero.states import SLICE, Noise, States
+from tests.zero.engines import configuration, weights
 from tests.zero.models import Model, batches, loss_of
-from tests.zero.test_engine import configuration, weights
 from tests.zero.test_lanes import begin_rule
 
 pytestmark = [
