@@ -242,3 +242,32 @@ def test_trainer(tmp_path: Path) -> None:
     again, resumed = _trainer(tmp_path / "named", "named", resume=True)
     assert again == named
     same(resumed, weights)
+
+
+def test_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="in the environment of `make wild`")
+    from evener.zero.frameworks.lightning import ZeroStrategy
+
+    data = batches(STEPS)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = made()
+
+        def training_step(self, tokens: torch.Tensor, _: int) -> torch.Tensor:
+            return loss_of(self.model, tokens)
+
+        def configure_optimizers(self) -> Any:
+            return zero.MuonAdamW(self, **OPTIONS)
+
+    module, two = Module(), made()
+    lightning.Trainer(
+        accelerator="cpu", devices=1, max_steps=STEPS, logger=False, enable_progress_bar=False,
+        strategy=ZeroStrategy(settings(), example=(data[0], 0)), enable_model_summary=False,
+        default_root_dir=tmp_path, enable_checkpointing=False,
+    ).fit(module, torch.utils.data.DataLoader(data, batch_size=None))  # fmt: skip
+    engine = start(two, of_a_script(two))
+    train(engine, data)
+    same(module.model.state_dict(), engine.module.state_dict())
+    engine.close()
