@@ -23,11 +23,13 @@ from evener.tools.bench.train import columns
 
 REFERENCE = Path("docs/reference")
 
-# What a user's own script may import. A page each; the public face of a package is its __all__.
+# What a user's own script may import. A page each; the public face of a package is its __all__, but
+# for what has a page of its own.
 FACES: dict[str, tuple[str, list[str] | None]] = {
     "ddp": ("evener.ddp", ["accelerate", "data_shard", "restore"]),
     "fsdp": ("evener.fsdp", ["accelerate", "release"]),
     "zero": ("evener.zero", None),
+    "zero-frameworks": ("evener.zero", ["accelerate", "MuonAdamW", "trainer"]),
     "pipeline": ("evener.pipeline", None),
     "moe": ("evener.moe", None),
     "lab": ("evener.tools.lab", None),
@@ -137,14 +139,20 @@ def members(kind: type) -> Iterator[tuple[str, Callable[..., object]]]:
             yield name, function
 
 
-def api(module_name: str, names: list[str] | None, brief: bool) -> Callable[[], str]:
-    """A page of docs/reference/api: what `names` of a module say about themselves."""
+def api(page_name: str) -> Callable[[], str]:
+    """A page of docs/reference/api: what a module's names say about themselves."""
+    module_name, names = FACES[page_name]
+    brief = page_name in BRIEF
 
     def page() -> str:
         module = importlib.import_module(module_name)
-        lines = [f"# {module_name}", "", "Made from the docstrings by `make docs`.", ""]
+        others = [own or [] for name, own in FACES.values() if name == module_name]
+        about = ": ".join([module_name, *page_name.split("-")[1:]])
+        lines = [f"# {about}", "", "Made from the docstrings by `make docs`.", ""]
         lines += ["```text", inspect.cleandoc(module.__doc__ or ""), "```"]
         chosen = names or sorted(module.__all__, key=str.lower)
+        if not names:
+            chosen = [name for name in chosen if not any(name in own for own in others)]
         if brief:
             calls = [name for name in chosen if inspect.isfunction(getattr(module, name))]
             others = ", ".join(f"`{name}`" for name in chosen if name not in calls)
@@ -209,7 +217,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     },
     Path("crates/engine/src/settings_generated.rs"): settings.rust,
     REFERENCE / "analyze.md": listed(REFERENCE / "analyze.md", "findings", findings.markdown),
-    **{REFERENCE / "api" / f"{page}.md": api(*face, page in BRIEF) for page, face in FACES.items()},
+    **{REFERENCE / "api" / f"{page}.md": api(page) for page in FACES},
 }
 
 

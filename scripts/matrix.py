@@ -39,7 +39,8 @@ TESTS = {
     "ddp": "tests/comm/test_as_ddp.py",
     "overlap": "tests/comm/test_overlap.py",
     "horovod": "tests/horovod/test_operations.py",
-    "zero": "tests/zero/test_engine.py tests/zero/test_rules.py",
+    "zero": "tests/zero/test_engine.py tests/zero/test_engine_face.py "
+    "tests/zero/test_activations.py tests/zero/test_rules.py",
     "pipeline": "tests/pipeline/test_plan.py tests/pipeline/test_run.py",
     "moe": "tests/moe/test_layer.py tests/moe/test_convert.py",
     "embedding": "tests/embedding -k torch --ignore=tests/embedding/tensorflow",

@@ -47,6 +47,8 @@ def _programs(names: list[str], args: argparse.Namespace, console: Console) -> l
     while True:
         for name in names:
             with contextlib.closing(Alone(name)) as alone:
+                if _skipped(alone, console):
+                    continue
                 result = _search(alone, seed, args, console)
             totals[name].append(result)
             if result.error:
@@ -86,8 +88,7 @@ def _faults(names: list[str], args: argparse.Namespace, console: Console) -> lis
     rows = []
     for name in names:
         with contextlib.closing(Alone(name)) as alone:
-            alone.start()
-            for fault in alone.faults:
+            for fault in [] if _skipped(alone, console) else alone.faults:
                 result = _search(alone, args.start, args, console, fault)
                 good = bool(result.error)
                 after = f"{result.programs} programs" if good else result.without or "not found"
@@ -98,6 +99,14 @@ def _faults(names: list[str], args: argparse.Namespace, console: Console) -> lis
                 _write(args, rows)
     console.print(table)
     return rows
+
+
+def _skipped(alone: Alone, console: Console) -> bool:
+    """Say so where a twin cannot run here."""
+    alone.start()
+    if alone.skipped:
+        console.print(f"{alone.name}: skipped: {alone.skipped}", markup=False)
+    return bool(alone.skipped)
 
 
 def _search(

@@ -40,6 +40,7 @@ class Alone:
         self._limit = _IMPORT
         self.programs_per_round = 0
         self.faults: list[str] = []
+        self.skipped = ""
 
     def start(self) -> None:
         """Start it, and learn what the twin says of itself; raises RuntimeError where it cannot."""
@@ -53,7 +54,8 @@ class Alone:
         self._process.start()
         there.close()
         try:
-            self.programs_per_round, self._limit, self.faults = self._next(_IMPORT)
+            told = self._next(_IMPORT)
+            self.programs_per_round, self._limit, self.faults, self.skipped = told
         except (TimeoutError, EOFError, ConnectionError) as error:
             printed = self._last_lines()
             self.close(0.0)
@@ -124,7 +126,7 @@ def _serve(pipe: Connection, make: Callable[[], Twin], printed: str) -> None:
     # As after an end of the pipe: what a twin has open is closed at exit.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     tested = make()
-    pipe.send((tested.programs_per_round, tested.limit, list(tested.faults)))
+    pipe.send((tested.programs_per_round, tested.limit, list(tested.faults), tested.skipped))
 
     def begins(program: Program) -> None:
         try:

@@ -1,24 +1,18 @@
-"""Tables that grow beside a dense torch parameter of all keys, stepped by torch's own optimizers.
+"""Tables that grow beside a dense torch parameter of all keys, stepped by torch's own optimizers:
+`_embedding_reference`.
 
-The reference holds every key that a program may use as a row of one dense weight. A row that the
-store would not have (never admitted, evicted, removed) has its first values and empty slots; a row
-that a step does not see is put back after it. So the reference is torch's optimizer on a dict of
-rows. Values are compared within 2e-5; which rows there are, their steps and what admission has
-counted exactly.
+Values are compared within 2e-5; which rows there are, their steps and what admission has counted
+exactly.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -27,80 +21,28 @@ from hypothesis import strategies as st
 from torch import nn
 
 from evener.embedding import (
-    Adagrad,
-    Adam,
-    AdamW,
     Counter,
-    Lamb,
-    LazyAdam,
     Options,
-    PartialRowWiseAdam,
-    RowWiseAdagrad,
-    Sgd,
     Store,
     Ttl,
-    folders,
     forget,
-    parts,
 )
-from evener.embedding import store as store_module
 from evener.embedding.torch import (
     DynamicEmbedding,
     DynamicEmbeddingBag,
     DynamicOptimizer,
-    dcp,
-    inputs,
     load,
     save,
 )
 from evener.embedding.torch import state as table_state
 from evener.embedding.torch.dcp import TableLoadPlanner
-from evener.embedding.torch.lookups import _Backward, _Pass
-from evener.embedding.torch.modules import DynamicEmbeddingBag as Bag
 from evener.embedding.torch.table import Table
 from evener.errors import UsageError
-from tests.embedding import formulas
 from tests.twins import _dcp
+from tests.twins._embedding_faults import FAULTS
+from tests.twins._embedding_reference import DIM, KEYS, OPTIMIZERS, UNIVERSE, Reference, Saved, near
 from tests.twins.harness import Program, Twin
 
-torch.set_num_threads(1)  # rows of 3 numbers; threads would wait for each other
-DIM, KEYS, LR, EPS, DECAY = 3, 10, 0.1, 1e-3, 0.2
-UNIVERSE = torch.tensor([0, -1, 1, 2**62, -(2**62), 2**63 - 1, -(2**63), 77, -12345, 10**15])
-OPTIMIZERS: dict[str, tuple[Any, Any]] = {
-    "sgd": (Sgd(LR), lambda p: torch.optim.SGD(p, LR)),
-    "sgd decay": (Sgd(LR, DECAY), lambda p: torch.optim.SGD(p, LR, weight_decay=DECAY)),
-    "adagrad": (Adagrad(LR, EPS), lambda p: torch.optim.Adagrad(p, LR, eps=EPS)),
-    "adagrad decay": (
-        Adagrad(LR, EPS, weight_decay=DECAY),
-        lambda p: torch.optim.Adagrad(p, LR, eps=EPS, weight_decay=DECAY),
-    ),
-    "adam": (Adam(LR, eps=EPS), lambda p: torch.optim.Adam(p, LR, eps=EPS)),
-    "adam decay": (
-        Adam(LR, eps=EPS, weight_decay=DECAY),
-        lambda p: torch.optim.Adam(p, LR, eps=EPS, weight_decay=DECAY),
-    ),
-    "adam_w": (
-        AdamW(LR, eps=EPS, weight_decay=DECAY),
-        lambda p: torch.optim.AdamW(p, LR, eps=EPS, weight_decay=DECAY),
-    ),
-    "row_wise_adagrad": (
-        RowWiseAdagrad(LR, EPS, DECAY),
-        lambda p: formulas.RowWiseAdagrad(p, LR, eps=EPS, weight_decay=DECAY, decoupled=False),
-    ),
-    "row_wise_adagrad decoupled": (
-        RowWiseAdagrad(LR, EPS, DECAY, decoupled=True),
-        lambda p: formulas.RowWiseAdagrad(p, LR, eps=EPS, weight_decay=DECAY, decoupled=True),
-    ),
-    "partial_row_wise_adam": (
-        PartialRowWiseAdam(LR, eps=EPS, weight_decay=DECAY),
-        lambda p: formulas.PartialRowWiseAdam(p, LR, eps=EPS, weight_decay=DECAY),
-    ),
-    "lamb": (
-        Lamb(LR, eps=EPS, weight_decay=DECAY),
-        lambda p: formulas.Lamb(p, LR, eps=EPS, weight_decay=DECAY),
-    ),
-    "lazy_adam": (LazyAdam(LR, eps=EPS), lambda p: torch.optim.SparseAdam(p, LR, eps=EPS)),
-}
 _NUMBERS = itertools.count()
 
 
@@ -114,142 +56,6 @@ class Fails(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, _gradient: torch.Tensor) -> Any:
         raise RuntimeError("a layer that fails")
-
-
-@dataclass
-class Saved:
-    """What the reference has, all of it."""
-
-    weight: torch.Tensor
-    slots: dict[str, torch.Tensor]
-    there: torch.Tensor
-    version: torch.Tensor
-    counts: dict[int, int]
-    steps: int
-    step: int
-    aged: int
-
-
-@dataclass
-class Reference:
-    """A dense weight, and what admission and expiry do to its rows."""
-
-    kind: str
-    count: int
-    life: int
-    start: torch.Tensor
-    seen: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.weight = nn.Parameter(self.start.clone())
-        self.optimizer = OPTIMIZERS[self.kind][1]([self.weight])
-        self.there = torch.zeros(KEYS, dtype=torch.bool)
-        self.version = torch.zeros(KEYS, dtype=torch.int64)
-        self.counts: dict[int, int] = {}
-        self.fresh: set[int] = set()  # counts of the generation that is now
-        self.steps = self.step = self.aged = 0
-
-    def slots(self) -> dict[str, torch.Tensor]:
-        state = self.optimizer.state[self.weight]
-        return {k: v for k, v in state.items() if torch.is_tensor(v) and v.ndim == 2}
-
-    def begin(self, at: int) -> None:
-        """A row that is not there."""
-        self.there[at] = False
-        with torch.no_grad():
-            self.weight[at] = self.start[at]
-            for slot in self.slots().values():
-                slot[at] = 0
-
-    def insert(self, at: int) -> None:
-        self.there[at] = True
-        self.version[at] = self.step
-
-    def look(self, ids: list[int], train: bool) -> None:
-        for at in ids if train else ():
-            if self.there[at]:
-                continue
-            n = self.counts.pop(at, 0) + 1
-            self.fresh.discard(at)
-            if n >= self.count:
-                self.insert(at)
-            else:
-                self.counts[at] = n
-                self.fresh.add(at)
-
-    def forget(self) -> None:
-        self.seen = set()
-        self.weight.grad = None
-
-    def apply(self) -> None:
-        """One step of torch's optimizer."""
-        if self.count < 2:
-            for at in self.seen:
-                if not self.there[at]:
-                    self.insert(at)
-        seen = torch.zeros(KEYS, dtype=torch.bool)
-        seen[[at for at in self.seen if self.there[at]]] = True
-        given = self.weight.grad
-        gradient = torch.zeros_like(self.weight) if given is None else given.detach().clone()
-        gradient[~seen] = 0
-        before = self.weight.detach().clone()
-        slots = {name: slot.clone() for name, slot in self.slots().items()}
-        if self.kind == "lazy_adam":
-            at = seen.nonzero().T
-            gradient = torch.sparse_coo_tensor(at, gradient[seen], gradient.shape).coalesce()
-        self.weight.grad = gradient
-        self.optimizer.step()
-        with torch.no_grad():
-            self.weight[~seen] = before[~seen]
-            for name, slot in self.slots().items():
-                old = slots.get(name, torch.zeros_like(slot))
-                fade = 1.0
-                if self.kind.startswith("adam") and not self.kind.startswith("adam_w"):
-                    fade = {"exp_avg": 0.9, "exp_avg_sq": 0.999}[name]
-                slot[~seen] = old[~seen] * fade
-                slot[~self.there] = 0
-        self.version[seen] = self.step
-        self.forget()
-        self.steps += 1
-        self.step += 1
-
-    def evict(self) -> None:
-        for at in range(KEYS):
-            if self.there[at] and self.step - int(self.version[at]) > self.life:
-                self.begin(at)
-        if self.step - self.aged >= self.life:
-            self.aged = self.step
-            self.counts = {at: n for at, n in self.counts.items() if at in self.fresh}
-            self.fresh = set()
-
-    def saved(self) -> Saved:
-        return Saved(
-            self.weight.detach().clone(),
-            {name: slot.clone() for name, slot in self.slots().items()},
-            self.there.clone(),
-            self.version.clone(),
-            dict(self.counts),
-            self.steps,
-            self.step,
-            self.aged,
-        )
-
-    def load(self, saved: Saved) -> None:
-        self.forget()
-        with torch.no_grad():
-            self.weight.copy_(saved.weight)
-        state = self.optimizer.state[self.weight]
-        for name, slot in self.slots().items():
-            slot.copy_(saved.slots.get(name, torch.zeros_like(slot)))
-        if "step" in state:
-            if torch.is_tensor(state["step"]):
-                state["step"].fill_(float(saved.steps))
-            else:
-                state["step"] = saved.steps
-        self.there = saved.there.clone()
-        self.version = saved.version.clone()
-        self.counts, self.fresh = dict(saved.counts), set(saved.counts)
-        self.steps, self.step, self.aged = saved.steps, saved.step, saved.aged
 
 
 class Shards:
@@ -584,13 +390,6 @@ class Run:
             forget(name)
 
 
-def near(what: str, found: torch.Tensor, right: torch.Tensor) -> None:
-    assert found.shape == right.shape, f"{what}: {list(found.shape)}, not {list(right.shape)}"
-    if found.numel():
-        off = (found.detach() - right.detach()).abs().max()
-        assert off <= 2e-5 * (1 + right.detach().abs().max()), f"{what}: off by {float(off):.2g}"
-
-
 def check(program: Program) -> None:
     """Run a program both ways and compare after each act."""
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -607,8 +406,6 @@ def check(program: Program) -> None:
         run.close()
         shutil.rmtree(folder, ignore_errors=True)
 
-
-# --- programs ---
 
 _SEED = st.integers(0, 10_000)
 _SHAPE = st.one_of(
@@ -657,125 +454,4 @@ PROGRAMS = st.fixed_dictionaries(
         "ops": st.lists(_OPS, min_size=1, max_size=12),
     }
 )
-
-
-# --- faults: what was wrong once ---
-
-
-def _options(of: type, **options: Any) -> Any:
-    """Options of a kind of optimizer are others than the program says."""
-    plain = of.to_dict
-
-    def to_dict(self: Any) -> dict[str, Any]:
-        return {**plain(self), **options}
-
-    return mock.patch.object(of, "to_dict", to_dict)
-
-
-def _old_pass() -> Any:
-    """What a pass touched stays where it ended with an error, and no later one ends."""
-    left: list[_Pass] = []
-
-    def current(_self: _Backward) -> _Pass:
-        if not left:
-            left.append(_Pass())
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: left.pop().end())
-        return left[0]
-
-    return mock.patch.object(_Backward, "current", current)
-
-
-@contextlib.contextmanager
-def _one_chain() -> Iterator[None]:
-    """A checkpoint is the store's last file, and a delta follows that file alone."""
-    last: dict[str, Path] = {}
-
-    def writes(call: Any, place: Any) -> Any:
-        def write(self: Store, path: Path) -> Any:
-            folder = place(Path(path))
-            if call is delta and last.get(self.name, folder) != folder:
-                raise ValueError(f"the last file of {self.name} is not in {folder}")
-            last[self.name] = folder
-            return call(self, path)
-
-        return write
-
-    delta = Store.delta
-    with (
-        mock.patch.object(Store, "save", writes(Store.save, lambda path: path.parent)),
-        mock.patch.object(Store, "snapshot", writes(Store.snapshot, lambda path: path)),
-        mock.patch.object(Store, "delta", writes(delta, lambda path: path)),
-    ):
-        yield
-
-
-def _own_counts() -> Any:
-    """Keys that this store has not counted itself are not counted when other ranks' come."""
-    plain = Store.set_counts
-
-    def set_counts(self: Store, keys: Any, counts: Any) -> None:
-        at = np.isin(keys, self.counts()[0])
-        plain(self, keys[at], counts[at])
-
-    return mock.patch.object(Store, "set_counts", set_counts)
-
-
-def _old_pool(self: Any, values: torch.Tensor, inverse: Any, of: Any) -> torch.Tensor:
-    if inverse is None and of.length:
-        rows = values.view(of.count, of.length, -1)
-        return rows.sum(1) if self.mode == "sum" else rows.mean(1)
-    return _POOL(self, values, inverse, of)
-
-
-def _old_output(out: Any, shape: Any, dtype: Any, _what: str) -> Any:
-    return np.empty(shape, dtype) if out is None else np.asarray(out)
-
-
-def _by_step(root: Path) -> list[Path]:
-    return sorted(path.parent for path in root.glob(f"step-*/{folders.MANIFEST}"))
-
-
-def _values_alone(table: Table, rows: Any) -> bytes:
-    """What another rank wrote, without slots."""
-    with parts.aside(table_state.held(table), table_state._bytes(rows)) as other:
-        for chunk in list(other.export_rows()):
-            values = chunk.values.copy()
-            values[:, DIM:] = 0
-            other.put_rows(chunk.keys, values, chunk.frequencies, chunk.versions)
-        return other.save_bytes()
-
-
-def _own_table(cls: Any, options: Options, name: str | None, **how: Any) -> Table:
-    return Table(next(_NUMBERS), Store(name or f"own-{next(_NUMBERS)}", options), **how)
-
-
-_POOL = Bag._pool
-FAULTS: dict[str, Any] = {
-    "checkpoints are in the order of their steps": lambda: mock.patch.object(
-        folders, "_whole", _by_step
-    ),
-    "checkpoints are in the chain of deltas": _one_chain,
-    "torch.distributed.checkpoint keeps one rank's rows": lambda: mock.patch.object(
-        table_state, "part", lambda *_: "0-of-1"
-    ),
-    "slots do not go to other ranks": lambda: mock.patch.object(dcp, "own_rows", _values_alone),
-    "rows of other owners stay": lambda: mock.patch.object(parts, "keep_own", lambda *_: None),
-    "a failed backward pass stays": _old_pass,
-    "modules of one name step each": lambda: mock.patch.object(
-        Table, "named", classmethod(_own_table)
-    ),
-    "LazyAdam adds epsilon after the correction": lambda: _options(
-        LazyAdam, kind="adam_w", weight_decay=0.0
-    ),
-    "Adagrad has no weight decay": lambda: _options(Adagrad, weight_decay=0.0),
-    "Adam has no weight decay": lambda: _options(Adam, weight_decay=0.0),
-    "row-wise Adagrad always decays decoupled": lambda: _options(RowWiseAdagrad, decoupled=True),
-    "batches without rows fail": lambda: mock.patch.object(Bag, "_pool", _old_pool),
-    "features with batches of their own are pooled": lambda: mock.patch.object(
-        inputs, "_one_batch", lambda *_: None
-    ),
-    "read-only memory is written": lambda: mock.patch.object(store_module, "_output", _old_output),
-    "counts are lost on other ranks": _own_counts,
-}
 TWIN = Twin("embedding", PROGRAMS, check, FAULTS, programs_per_round=300)

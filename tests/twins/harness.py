@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
+import importlib.util
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +36,8 @@ class Twin:
     an error out that the reference does not raise) where they differ. Each of `faults` is a
     context manager factory that breaks Evener in one way while it is open, for processes that
     `check` starts too. A round has `programs_per_round` where nobody says how many; a program that
-    takes longer than `limit` seconds is ended and named (see `_alone.py`).
+    takes longer than `limit` seconds is ended and named (see `_alone.py`). `needs`: packages that
+    development does without; where one is not installed, the twin is skipped.
     """
 
     name: str
@@ -45,6 +46,15 @@ class Twin:
     faults: Mapping[str, Callable[[], AbstractContextManager[Any]]] = field(default_factory=dict)
     programs_per_round: int = 100
     limit: float = 300.0
+    needs: tuple[str, ...] = ()
+
+    @property
+    def skipped(self) -> str:
+        """Why it cannot run here, or ""."""
+        missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        if not missing:
+            return ""
+        return f"{missing[0]} is not installed (pip install {' '.join(self.needs)})"
 
 
 @dataclass(frozen=True)

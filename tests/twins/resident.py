@@ -40,7 +40,7 @@ from evener.embedding.torch.sharded import Ranks
 from evener.embedding.torch.table import Table
 from evener.errors import UsageError
 from tests.twins import _dcp
-from tests.twins.embedding import KEYS, OPTIMIZERS, Reference, Saved, near
+from tests.twins._embedding_reference import KEYS, OPTIMIZERS, Reference, Saved, near
 from tests.twins.harness import Program, Twin
 from tests.twins.tables import World, load_states, states_of
 

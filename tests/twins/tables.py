@@ -34,7 +34,7 @@ from evener.embedding.torch.sharded import Given, Here, Ranks, Sharded, Stage
 from evener.embedding.torch.table import Table
 from evener.errors import UsageError
 from tests.twins import _dcp
-from tests.twins.embedding import KEYS, OPTIMIZERS, UNIVERSE, Reference, Saved, near
+from tests.twins._embedding_reference import KEYS, OPTIMIZERS, UNIVERSE, Reference, Saved, near
 from tests.twins.harness import Program, Twin
 
 _NUMBERS = itertools.count()

@@ -44,15 +44,15 @@ MACHINE = zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9)
 
 
 class Block(nn.Module):
-    def __init__(self, norm: str) -> None:
+    def __init__(self, norm: str, width: int) -> None:
         super().__init__()
         kinds = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
-        self.norm = kinds[norm](WIDTH) if norm in kinds else nn.Identity()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.side = nn.Linear(WIDTH, WIDTH)
+        self.norm = kinds[norm](width) if norm in kinds else nn.Identity()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.side = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor, side: bool) -> torch.Tensor:
-        y = self.norm(x.reshape(-1, WIDTH)).view_as(x)
+        y = self.norm(x.flatten(0, 1)).view_as(x)
         y = x + self.down(functional.gelu(self.up(y)))
         out: torch.Tensor = y + torch.tanh(self.side(x)) if side else y
         return out
@@ -61,12 +61,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, blocks that may be left out or run twice, a head that may be tied."""
 
-    def __init__(self, blocks: int, norm: str, tied: bool) -> None:
+    def __init__(self, blocks: int, norm: str, tied: bool, width: int = WIDTH) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Block(norm) for _ in range(blocks))
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.head = nn.Linear(WIDTH, WORDS, bias=not tied)
+        self.embed = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(Block(norm, width) for _ in range(blocks))
+        self.scale = nn.Parameter(torch.ones(width))
+        self.head = nn.Linear(width, WORDS, bias=not tied)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -197,9 +197,10 @@ def _optimizer(kind: str, parameters: Iterable[nn.Parameter]) -> Any:
 
 
 class Pair:
-    """Evener's model and torch's. `near`: how close losses, outputs and gradients are."""
+    """Evener's model and torch's. `near`: how close losses, outputs and gradients are; `prefix`:
+    what stands before the names of the model's own modules."""
 
-    near = CLOSE
+    near, prefix = CLOSE, ""
 
     def __init__(self, program: dict[str, Any], folder: str) -> None:
         self.program, self.folder = program, folder
@@ -250,7 +251,7 @@ class Pair:
         program = self.program
         optimizer = _optimizer(program["optimizer"], model.parameters())
         scheduler = self._schedule(optimizer)
-        names = {f"layers.{n}/0" for n in range(program["resident"])}
+        names = {f"{self.prefix}layers.{n}/0" for n in range(program["resident"])}
         several = isinstance(optimizer, Several)
         self.given = optimizer if several else None
         self.mine = scheduler if several else None
@@ -265,7 +266,10 @@ class Pair:
         )
         self.engine.threads = 1
         self.model = model
-        for number, layer in enumerate(self.model.layers):
+        self._freeze(self.model)
+
+    def _freeze(self, net: Any) -> None:
+        for number, layer in enumerate(net.layers):
             layer.requires_grad_(number not in self.frozen)
 
     def _config(self) -> dict[str, Any]:
@@ -372,7 +376,8 @@ class Pair:
     def do_attack(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """A gradient of the inputs, which leaves the weights' alone."""
         found: list[torch.Tensor] = []
-        given = functional.one_hot(x, WIDTH * 3)[..., :WIDTH].to(self.plain.scale.dtype)
+        scale = self.plain.scale
+        given = functional.one_hot(x, WORDS)[..., : scale.numel()].to(scale.dtype)
         for net in (self.engine, self.plain):
             inputs = given.clone().requires_grad_()
             found += torch.autograd.grad(_ce(net(inputs), y), inputs)
@@ -385,7 +390,7 @@ class Pair:
         number = given[2] % len(self.model.layers)
         self.frozen ^= {number}
         for net in (self.model, self.plain):
-            net.layers[number].requires_grad_(number not in self.frozen)
+            self._freeze(net)
 
     def do_forget(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """A backward pass of which nothing is used."""

@@ -40,7 +40,7 @@ LOSSES = ("plain", "smooth", "sum", "weighted", "ignored", "z", "own", "shifted"
 class Net(one.Net):
     """Blocks may also run in the other order."""
 
-    def forward(  # type: ignore[override]
+    def body(  # type: ignore[override]
         self, x: torch.Tensor, side: bool = True, skip: int = -1, back: bool = False
     ) -> torch.Tensor:
         x = self.embed(x)
@@ -48,7 +48,10 @@ class Net(one.Net):
         for number, layer in reversed(layers) if back else layers:
             if number != skip:
                 x = layer(x, side)
-        out: torch.Tensor = self.head(x * self.scale)
+        return x * self.scale
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(*args))
         return out
 
 
@@ -60,6 +63,8 @@ def _data(seed: int, rank: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]
 
 class Pair:
     """One rank's engine, and the plain model of both."""
+
+    prefix = ""
 
     def __init__(self, program: Program, rank: int, folder: str) -> None:
         self.program, self.rank, self.folder = program, rank, Path(folder)
@@ -97,7 +102,7 @@ class Pair:
                     "moments": program.get("moments", "fp32"),
                 },
             },
-            resident={f"layers.{n}/0" for n in range(program["resident"])},
+            resident={f"{self.prefix}layers.{n}/0" for n in range(program["resident"])},
             machine=one.MACHINE,
         )
         self.engine.threads = 1
@@ -174,12 +179,18 @@ class Pair:
     def do_resume(self, seed: int, elsewhere: bool) -> None:
         """Save, go on, and go back, here or in an engine of a model that was drawn anew."""
         zero.save_checkpoint(self.engine, self.folder, keep=1)
-        saved = copy.deepcopy((self.plain.state_dict(), self.plain_optimizer.state_dict()))
+        saved = copy.deepcopy(self._kept())
         self.train(seed + 1)
         if elsewhere:
             self.engine.close()
             self._start(self._net())
         zero.load_checkpoint(self.engine, self.folder)
+        self._back(saved)
+
+    def _kept(self) -> Any:
+        return self.plain.state_dict(), self.plain_optimizer.state_dict()
+
+    def _back(self, saved: Any) -> None:
         self.plain.load_state_dict(saved[0])
         self.plain_optimizer.load_state_dict(saved[1])
 
@@ -208,22 +219,27 @@ def run(rank: int, _size: int, program: Program, fault: str, folder: str) -> str
     with small, FAULTS[fault]() if fault else contextlib.nullcontext():
         pair = Pair(program, rank, folder)
         try:
-            for number, (kind, *given) in enumerate(program["steps"]):
-                if kind == "order" and number:
-                    continue
-                mixed = kind == "order" and program["stage"] == 3 and program["blocks"] > 1
-                try:
-                    getattr(pair, f"do_{kind}")(*given)
-                except UsageError:
-                    if mixed:
-                        return "refused"
-                    raise
-                assert not mixed, "ranks gathered other weights, and nothing was said"
-            pair.train(1)
-            pair.compare()
-            return ""
+            return follow(pair, program)
         finally:
             pair.close()
+
+
+def follow(pair: Pair, program: Program) -> str:
+    """Take the program's steps, and one more: "" or "refused"."""
+    for number, (kind, *given) in enumerate(program["steps"]):
+        if kind == "order" and number:
+            continue
+        mixed = kind == "order" and program["stage"] == 3 and program["blocks"] > 1
+        try:
+            getattr(pair, f"do_{kind}")(*given)
+        except UsageError:
+            if mixed:
+                return "refused"
+            raise
+        assert not mixed, "ranks gathered other weights, and nothing was said"
+    pair.train(1)
+    pair.compare()
+    return ""
 
 
 # --- Faults ---------------------------------------------------------------------------------------

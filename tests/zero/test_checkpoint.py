@@ -19,8 +19,8 @@ from torch import nn
 from evener import zero
 from evener.errors import UsageError
 from evener.zero import checkpoint, entries
+from tests.zero.engines import configuration, start, weights
 from tests.zero.models import Model, batches, loss_of
-from tests.zero.test_engine import configuration, start, weights
 
 
 def train(engine: zero.Engine, data: list[torch.Tensor]) -> list[float]:

@@ -18,8 +18,8 @@ from evener.base import optimizers as _optimizers
 from evener.zero import lanes, states, units
 from evener.zero.rules import RULES, AdamW, Rule
 from evener.zero.states import Noise, States
+from tests.zero.engines import assert_same, configuration, weights
 from tests.zero.models import Model, Plain, batches, loss_of
-from tests.zero.test_engine import assert_same, configuration, weights
 
 
 def begin(model: torch.nn.Module, streaming: bool, **changes: Any) -> zero.Engine:

@@ -24,8 +24,8 @@ from evener.zero.profile import Held, peaks
 from evener.zero.trace import trace
 from evener.zero.units import cut
 
+from .engines import HYPER, weights
 from .models import Block, Model, Plain, batches, loss_of
-from .test_engine import HYPER, weights
 
 MACHINE = zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9)
 WIDTH = 64

@@ -17,9 +17,9 @@ from evener.zero.entries import held_by
 from evener.zero.rules import SGD
 from evener.zero.store import Formats
 from tests import worlds
+from tests.zero.engines import start, weights
 from tests.zero.models import Model, batches
 from tests.zero.test_checkpoint import train
-from tests.zero.test_engine import start, weights
 
 
 def begin(moments: str, **changes: Any) -> zero.Engine:

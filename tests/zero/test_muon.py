@@ -19,13 +19,13 @@ from torch import nn
 from evener import zero
 from evener.errors import UsageError
 from evener.tools.plan.memory import plan_memory
-from evener.zero import groups, lanes, rules, ssd
+from evener.zero import groups, lanes, rules, split, ssd
 from evener.zero.checkpoint import CheckpointError
 from evener.zero.config import Config
 from evener.zero.states import Noise, States
 
+from .engines import weights
 from .models import Model, Plain, batches, loss_of
-from .test_engine import weights
 from .test_plan import MACHINE
 from .test_rules import Lion
 
@@ -41,7 +41,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 def parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The matrices of the blocks, and the rest."""
-    chosen = groups.hidden(model)
+    chosen = split.hidden(model)
     return list(chosen), [p for p in model.parameters() if p not in chosen]
 
 
@@ -105,7 +105,7 @@ def test_bitwise_a_plain_loop(changes: dict[str, Any]) -> None:
         step(loss_of(plain, tokens), theirs)
     assert_same(engine, plain)
     assert engine.global_steps == 6
-    matrices = sum(p.numel() for p in groups.hidden(plain))
+    matrices = sum(p.numel() for p in split.hidden(plain))
     assert engine.updated["stream"] == 6 * matrices * 3 // 4, "the lane of whole matrices"
     engine.close()
 
@@ -206,7 +206,7 @@ def test_bf16_with_an_exact_copy_clipping_accumulation_and_a_schedule() -> None:
     torch.manual_seed(0)
     model = Model()
     plain = Plain(copy.deepcopy(model), 0.0, 0.0, 0.5, torch.bfloat16)
-    chosen = groups.hidden(plain.model)
+    chosen = split.hidden(plain.model)
     at = [n for n, p in enumerate(plain.trained) if p in chosen]
     others = [n for n in range(len(plain.trained)) if n not in at]
     theirs = [
@@ -459,8 +459,7 @@ def test_what_is_not_built_is_refused() -> None:
         (lambda: start(model, evener={"moments": "int8"}), "moments = .int8. with Muon"),
         (lambda: groups.with_rules(Config(), mine, 2), "Muon on 2 ranks"),
         (lambda: groups.with_rules(Config(), [lion, lion], 2), "2 optimizers on 2 ranks"),
-        (lambda: start(model, optimizer={"type": "Muon"}), "torch.optim.Muon alone"),
-        (lambda: rules.of(Muon([matrix], {})), "torch.optim.Muon alone"),
+        (lambda: rules.of(Muon([matrix], {})), "torch.optim.Muon or zero.MuonAdamW alone"),
         (lambda: groups.listed([mine[0], torch.optim.SGD(model.parameters())]), "Muon and SGD"),
         (lambda: groups.listed([]), "no optimizer"),
         (lambda: zero.plan(model, optimizer=mine, ranks=4, machine=MACHINE), "Muon on 4 ranks"),

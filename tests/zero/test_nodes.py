@@ -19,8 +19,8 @@ from evener.zero.planner import Machine, Part, Work, plan
 from evener.zero.profile import Held, Moment, Profile, peaks
 from evener.zero.store import Formats
 from tests import worlds
+from tests.zero.engines import configuration
 from tests.zero.models import Model, batches, loss_of
-from tests.zero.test_engine import configuration
 
 STEPS = 3
 

@@ -14,13 +14,13 @@ import torch
 
 from evener import zero
 from evener.base import optimizers as _optimizers
-from evener.zero import groups
+from evener.zero import split
 from evener.zero.chunk import Chunk
 from evener.zero.lanes import Lanes
 from evener.zero.rules import RULES, Rule
 from evener.zero.states import SLICE, Noise, States
+from tests.zero.engines import configuration, weights
 from tests.zero.models import Model, batches, loss_of
-from tests.zero.test_engine import configuration, weights
 from tests.zero.test_lanes import begin_rule
 
 pytestmark = [
@@ -209,7 +209,7 @@ def muon(resident: set[str], streaming: bool, budget: str = "") -> dict[str, tor
     plain = copy.deepcopy(model).cuda()
     both = []
     for net in (model, plain):
-        chosen = groups.hidden(net)
+        chosen = split.hidden(net)
         rest = [p for p in net.parameters() if p not in chosen]
         both.append([torch.optim.Muon(list(chosen), 0.02), torch.optim.AdamW(rest, 1e-3, eps=1e-3)])
     engine, *_ = zero.initialize(
@@ -255,7 +255,7 @@ def test_updates_of_whole_matrices_stay_in_the_budget() -> None:
     torch.cuda.reset_peak_memory_stats()
     budget = 3 << 30
     model = Model(width=2048, blocks=8)
-    chosen = groups.hidden(model)
+    chosen = split.hidden(model)
     rest = [p for p in model.parameters() if p not in chosen]
     given = [torch.optim.Muon(list(chosen), 0.02), torch.optim.AdamW(rest, 1e-3)]
     engine, *_ = zero.initialize(

@@ -247,3 +247,32 @@ def test_two_ranks_share_the_bytes(tmp_path: Path) -> None:
     worlds.run([2], worker, str(tmp_path))
     for rank in (0, 1):
         assert torch.load(tmp_path / f"{rank}.pt") == pytest.approx(plain(made()), rel=1e-6)
+
+
+@pytest.mark.parametrize("way", [False, True])
+def test_dora_reads_weights_in_4_bits_and_modules_to_save_are_saved(way: bool) -> None:
+    """DoRA takes the norm of a whole weight in each pass, and sets on a CPU what it has read."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        config = peft.LoraConfig(
+            r=2, target_modules=["base"], use_dora=True, modules_to_save=["3.down"]
+        )
+        base = made(bias=False)
+        vars(base)["is_loaded_in_4bit"] = True  # as transformers says it to peft
+        found: nn.Module = peft.get_peft_model(base, config)
+        return found
+
+    reference, model = adapted(), adapted()
+    config = {"evener": {"device": "cpu"}}
+    assert zero.plan(model, config=config, example=batches()[0], machine=MACHINE).traced
+    want = plain(reference)
+    engine = engine_of(model, way)
+    assert trained(engine, batches()) == want
+    found, wanted = (peft.get_peft_model_state_dict(each) for each in (model, reference))
+    assert same(found, wanted)
+    assert any("3.down" in name for name in found), "a part that is saved whole"
+    layer = model.get_base_model()[0].base.base_layer
+    with pytest.raises(UsageError, match="4 bits of a Linear4bit cannot be set"):
+        layer.weight = bitsandbytes.nn.Params4bit(torch.zeros(8, 1, dtype=torch.uint8))
+    assert same(zero.give_back(engine).state_dict(), reference.state_dict())

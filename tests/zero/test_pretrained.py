@@ -14,8 +14,8 @@ from torch import nn
 from evener import zero
 from evener.errors import UsageError
 
+from .engines import configuration, weights
 from .models import Model, batches, loss_of
-from .test_engine import configuration, weights
 
 
 class Tables(Model):

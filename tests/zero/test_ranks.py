@@ -17,8 +17,8 @@ from evener import zero
 from evener.errors import UsageError
 from evener.zero.ranks import join, meet
 from tests import worlds
+from tests.zero.engines import Branches, configuration, start, weights
 from tests.zero.models import Model, batches, loss_of
-from tests.zero.test_engine import Branches, configuration, start, weights
 
 CASES: list[tuple[int, int, set[str]]] = [
     (1, 1, set()),

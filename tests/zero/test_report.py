@@ -15,8 +15,8 @@ from evener.errors import UsageError
 from evener.tools.plan.memory import zero_group
 from evener.zero.spans import Span, covered, summary
 from tests import pages
+from tests.zero.engines import configuration
 from tests.zero.models import Model, batches, loss_of
-from tests.zero.test_engine import configuration
 
 
 def span(kind: str, begin: float, end: float, name: str = "x") -> Span:

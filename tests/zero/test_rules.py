@@ -16,8 +16,8 @@ from evener.errors import UsageError
 from evener.zero import rules
 from evener.zero.states import Noise, States
 
+from .engines import configuration, weights
 from .models import Model, batches, loss_of
-from .test_engine import configuration, weights
 
 
 class Lion(torch.optim.Optimizer):

@@ -25,8 +25,8 @@ from evener.errors import EvenerError
 from evener.zero import ssd
 from evener.zero.planner import Machine, Part, Work, plan
 from evener.zero.store import Formats
+from tests.zero.engines import assert_same, configuration, weights
 from tests.zero.models import Model, Plain, batches, loss_of
-from tests.zero.test_engine import assert_same, configuration, weights
 
 LAYERS = {f"layers.{n}/0" for n in range(4)}
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from evener import zero
+from tests.zero.engines import assert_same, configuration, train_both
 from tests.zero.models import Block, Model, Plain, batches, loss_of
-from tests.zero.test_engine import assert_same, configuration, train_both
 
 MACHINE = zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9)
 

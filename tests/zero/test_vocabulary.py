@@ -16,8 +16,8 @@ from evener.errors import UsageError
 from evener.zero import tiles
 from evener.zero.vocabulary import Head, LazyLogits, linear_cross_entropy
 
+from .engines import start, weights
 from .models import Model, batches
-from .test_engine import start, weights
 from .test_memory import engine_of, train
 
 

@@ -24,6 +24,7 @@ from evener.zero.planner import Machine, Plan
 from evener.zero.planning import NoFitError
 from evener.zero.pretrained import empty_weights, from_pretrained
 from evener.zero.probe import Probe, probe
+from evener.zero.split import MuonAdamW
 from evener.zero.tensors import export
 from evener.zero.values import give_back
 
@@ -34,6 +35,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "Machine",
+    "MuonAdamW",
     "NoFitError",
     "NoRoomError",
     "Plan",

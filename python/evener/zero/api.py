@@ -40,6 +40,7 @@ from evener.zero.rehearsal import rehearse
 from evener.zero.scaler import LossScaler
 from evener.zero.sequence import Tiles
 from evener.zero.spans import Spans
+from evener.zero.split import MuonAdamW
 from evener.zero.store import Source, build
 from evener.zero.transformers import fill_buffers, without_cache
 from evener.zero.units import Unit, blocks, cut
@@ -91,12 +92,10 @@ def plan(
     settings = replace(read(config, ranks))
     settings.budget = budget if budget != "auto" else settings.budget
     given = [(nodes, settings.crossing)]
-    optimizers = given_groups.listed(optimizer)
-    given_groups.with_rules(settings, optimizers, ranks * nodes)
-    numbers = given_groups.numbers([g for one in optimizers for g in one.param_groups])
+    numbers = given_groups.planned(optimizer, settings, ranks * nodes)
     return plans(
         model, settings, given, batch=batch, ranks=ranks, machine=machine, example=example,
-        numbers=lambda _: numbers,
+        numbers=numbers,
     )[0]  # fmt: skip
 
 
@@ -345,7 +344,7 @@ def initialize(
     of_plan = {"machine": machine, "batch": batch, "example": example}
     unneeded = _unneeded(settings, of_plan, resident, optimizer, model_parameters, lr_scheduler)
     settings = replace(settings, ignored=[*settings.ignored, *unneeded])
-    optimizers = given_groups.listed(optimizer)
+    optimizers = given_groups.made(optimizer, settings, model, model_parameters)
     given_groups.with_rules(settings, optimizers, world_size())
     device = devices.pick(settings.device)
     fill_buffers(model)
@@ -424,7 +423,8 @@ def _unneeded(
 ) -> list[str]:
     """What was asked for, and something else that was given takes the place of."""
     found = []
-    if optimizer is not None and config.has_optimizer:
+    asked = config.has_optimizer and not (config.muon and isinstance(optimizer, MuonAdamW))
+    if optimizer is not None and asked:
         found.append("optimizer of the configuration (one was given)")
     if optimizer is not None and parameters is not None:
         found.append("model_parameters (the optimizer has its own)")

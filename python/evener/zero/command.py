@@ -25,6 +25,7 @@ from evener.zero.named import configuration, model_of, remarks
 from evener.zero.planner import Plan
 from evener.zero.probe import probe
 from evener.zero.rules import AdamW, Muon
+from evener.zero.split import hidden
 
 UNLIMITED = 1 << 50
 """Bytes of host memory where nobody says how much there is."""
@@ -198,7 +199,7 @@ def run_plan(
     with Console(stderr=True).status("planning") as shown:  # nothing, where that is no terminal
         made, *others = plans(
             shape, config, ways, batch=size, ranks=ranks, machine=machine, tell=shown.update,
-            numbers=groups.hidden if config.rules else lambda _: {},
+            numbers=hidden if config.rules else lambda _: {},
         )  # fmt: skip
     if not record.get("assumed") and made.ssd_bytes:
         lines = [*lines, f"SSD              measured in {made.budget.folder}"]

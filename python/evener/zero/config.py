@@ -19,6 +19,7 @@ import torch
 from evener.errors import UsageError
 from evener.zero.form import names as forms
 from evener.zero.rules import AdamW, Rule, configured
+from evener.zero.split import rules_of
 
 
 class ConfigError(UsageError):
@@ -45,6 +46,7 @@ class Config:
     one unit of each kind runs on the GPU before the plan (`rehearsal`); "auto": where one process
     plans for a GPU. rules: of each group of parameters, where they differ; else all have `rule`.
     ignored: what was taken and is not needed. has_optimizer: whether `rule` was asked for.
+    muon: options of `MuonAdamW` (`split.OPTIONS`), where that is the optimizer.
     """
 
     stage: int = 3
@@ -80,6 +82,7 @@ class Config:
     rules: list[Rule] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     has_optimizer: bool = False
+    muon: dict[str, Any] | None = None
 
 
 _DTYPES = {
@@ -208,10 +211,16 @@ def _dtype(name: str, key: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _optimizer(section: Mapping[str, Any]) -> Rule:
+def _read_optimizer(config: Config, section: Mapping[str, Any]) -> None:
     _refuse("optimizer", section, {"type", "params"})
+    kind, params = str(section.get("type", "AdamW")), _section(section, "params")
+    config.has_optimizer = True
     try:
-        return configured(str(section.get("type", "AdamW")), _section(section, "params"))
+        if kind.lower() == "muon":
+            config.muon = {name: value for name, value in params.items() if value != "auto"}
+            rules_of(**config.muon)
+        else:
+            config.rule = configured(kind, params)
     except UsageError as error:
         raise ConfigError(error.problem, error.fix) from None
 
@@ -235,8 +244,7 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     _read_zero(config, _section(source, "zero_optimization"))
     _read_precision(config, source)
     if "optimizer" in source:
-        config.rule = _optimizer(_section(source, "optimizer"))
-        config.has_optimizer = True
+        _read_optimizer(config, _section(source, "optimizer"))
     if "scheduler" in source:
         section = _section(source, "scheduler")
         _refuse("scheduler", section, {"type", "params"})

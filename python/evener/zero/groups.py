@@ -15,7 +15,7 @@ from torch import nn
 from evener.errors import UsageError
 from evener.zero import rules
 from evener.zero.config import Config
-from evener.zero.units import blocks
+from evener.zero.split import MuonAdamW, hidden, rules_of
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """What a program gives: one, or several that step together."""
@@ -52,18 +52,49 @@ def listed(given: Optimizers | None) -> list[torch.optim.Optimizer]:
     return found
 
 
+def made(
+    given: Optimizers | None, config: Config, model: nn.Module, parameters: Iterable[Any] | None
+) -> list[torch.optim.Optimizer]:
+    """As `listed`, or the one optimizer that the configuration asks to be made of `parameters`."""
+    if given is None and config.muon is not None:
+        return [MuonAdamW(model, among=parameters, **config.muon)]
+    return listed(given)
+
+
+def planned(
+    given: Optimizers | None, config: Config, ranks: int
+) -> Callable[[nn.Module], Mapping[nn.Parameter, int]]:
+    """What numbers the groups of a model that is only planned; writes down their rules."""
+    optimizers = listed(given)
+    with_rules(config, optimizers, ranks)
+    if not optimizers and config.muon is not None:
+        return hidden
+    found = numbers([group for one in optimizers for group in one.param_groups])
+    return lambda _: found
+
+
 def with_rules(config: Config, optimizers: Sequence[torch.optim.Optimizer], ranks: int) -> None:
     """Write down the rules of these optimizers. Raises UsageError for what they cannot be with."""
     if optimizers:
-        config.rule = rules.of(optimizers[0])
-    if len(optimizers) > 1:
-        config.rules = [rules.of(one) for one in optimizers for _ in one.param_groups]
+        each = [rule for one in optimizers for rule in _rules(one)]
+        config.rule = each[0]
+        several = len(optimizers) > 1 or isinstance(optimizers[0], MuonAdamW)
+        config.rules = each if several else []
+    elif config.muon is not None:
+        config.rules = rules_of(**config.muon)
     refuse(config, ranks)
     if len(optimizers) > 1 and ranks > 1:
         raise UsageError(
             f"{len(optimizers)} optimizers on {ranks} ranks: they step together on one alone",
             "give one optimizer with several groups, or train with one rank",
         )
+
+
+def _rules(optimizer: torch.optim.Optimizer) -> list[rules.Rule]:
+    """Of each of its groups."""
+    if isinstance(optimizer, MuonAdamW):
+        return optimizer.rules
+    return [rules.of(optimizer)] * len(optimizer.param_groups)
 
 
 def rule_of(config: Config) -> Callable[[int], rules.Rule]:
@@ -113,8 +144,3 @@ def numbers(groups: Sequence[Mapping[str, Any]]) -> Mapping[nn.Parameter, int]:
     return {
         parameter: number for number, group in enumerate(groups) for parameter in group["params"]
     }
-
-
-def hidden(model: nn.Module) -> Mapping[nn.Parameter, int]:
-    """1 for the matrices of a model's blocks, which is what Muon is for; the rest is group 0."""
-    return {p: 1 for block in blocks(model) for p in block.parameters() if p.dim() == 2}

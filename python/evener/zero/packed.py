@@ -18,12 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from evener.errors import UsageError
 from evener.zero.ranks import world_size
+from evener.zero.weight import Away
 
 _SCALES = {"absmax": "absmax", "code": "code", "offset": "offset",
            "nested_absmax": "state2.absmax", "nested_code": "state2.code"}  # fmt: skip
@@ -62,6 +64,32 @@ class _Layer(nn.Module):
     compute_dtype: torch.dtype | None
     set_compute_type: Callable[[torch.Tensor], None]
 
+    @property
+    def weight(self) -> Any:
+        """As bitsandbytes has it, for what reads it where the layer runs (peft's DoRA its norm); in
+        a trace, of which no tensor can be a Params4bit, what it stands for."""
+        value: Any = self._parameters["weight"]
+        if isinstance(value, Away):
+            return value
+        held = self.packed.bytes_of(value.detach())
+        if isinstance(held, FakeTensor):
+            import bitsandbytes  # type: ignore[import-not-found,unused-ignore]
+
+            return bitsandbytes.functional.dequantize_4bit(held, self.state())
+        kind: Any = type(self.packed.original)
+        return kind(held, quant_state=self.state(), bnb_quantized=True, quant_storage=held.dtype)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What was read may be set again, as peft does on a CPU."""
+        if name != "weight":
+            super().__setattr__(name, value)
+        elif value.data_ptr() != self._parameters["weight"].data_ptr():  # type: ignore[union-attr]
+            raise UsageError(
+                f"a weight in 4 bits of a {type(self).__mro__[2].__name__} cannot be set: the "
+                "engine holds it",
+                "take the model back first: zero.give_back(engine)",
+            )
+
     def state(self) -> Any:
         """bitsandbytes' QuantState, of the scales as they are now: a trace has others."""
         from bitsandbytes.functional import QuantState  # type: ignore[import-not-found,unused-ignore]
@@ -85,7 +113,7 @@ class _Layer(nn.Module):
             self.set_compute_type(x)
             self.compute_type_is_set = True
         kind = self.compute_dtype or x.dtype
-        weight: Any = self.weight
+        weight: Any = self._parameters["weight"]
         bias: Any = self.bias
         column = self.packed.bytes_of(weight).view(-1, 1)
         found: torch.Tensor = bitsandbytes.matmul_4bit(

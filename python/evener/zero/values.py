@@ -94,10 +94,23 @@ def show(model: nn.Module, engine: Engine) -> None:
                 _set(*place, state[name])
         return _IncompatibleKeys(missing, unexpected)
 
-    shown[model] = (
+    def before_part(module: nn.Module, prefix: str, _: bool) -> None:
+        if not prefix:
+            before(module)
+
+    def out_of_part(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:
+        if not prefix:
+            out(module, state, prefix, meta)
+
+    hooks = [
         model.register_state_dict_pre_hook(before),
         model.register_state_dict_post_hook(out),
-    )
+    ]
+    for part in model.modules():  # asked by itself, as peft does with `modules_to_save`
+        if part is not model:
+            hooks.append(part.register_state_dict_pre_hook(before_part))
+            hooks.append(part.register_state_dict_post_hook(out_of_part))
+    shown[model] = tuple(hooks)
     vars(model)["load_state_dict"] = load
     vars(model)["__deepcopy__"] = copied
 

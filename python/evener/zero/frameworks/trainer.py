@@ -20,6 +20,7 @@ from evener.zero.api import Batch
 from evener.zero.config import Config, read
 from evener.zero.frameworks import faces
 from evener.zero.frameworks.accelerate import accelerate
+from evener.zero.split import MuonAdamW
 
 
 @given
@@ -32,7 +33,9 @@ def trainer(
 ) -> type[Any]:
     """A class as `base` that trains under the engine. `config`, `example` and `batch` as
     `zero.initialize` has them; precision, accumulation, clipping and the optimizer are those of
-    the training arguments, `gradient_checkpointing` is the engine's own."""
+    the training arguments, `gradient_checkpointing` is the engine's own. Where the configuration's
+    optimizer is Muon, it is `MuonAdamW`: with the arguments' `learning_rate` and `weight_decay`,
+    where the configuration has no `lr` or `weight_decay`."""
     if not hasattr(base, "create_accelerator_and_postprocess"):
         raise UsageError(f"{base.__name__} is no Trainer", "give transformers.Trainer or its like")
 
@@ -53,6 +56,13 @@ def trainer(
             settings.micro_batch = settings.micro_batch or args.per_device_train_batch_size
             args._n_gpu = min(args.n_gpu, 1)
             accelerate(self.accelerator, settings, example=example, batch=batch)
+
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            options = read(config).muon
+            if options is not None and vars(self).get("optimizer") is None:
+                own = {"lr": self.args.learning_rate, "weight_decay": self.args.weight_decay}
+                self.optimizer: Any = MuonAdamW(self.model, **{**own, **options})
+            return super().create_optimizer(*args, **kwargs)
 
         def _has_mixed_mesh_grads(self, model: Any) -> bool:
             """No gradient is a DTensor. transformers 5.24 would read them to find out."""

@@ -90,8 +90,9 @@ def configured(kind: str, params: Mapping[str, Any]) -> Rule:
 def _refuse_whole(kind: str) -> None:
     if kind.lower() == "muon":
         raise UsageError(
-            f"optimizer {kind} is taken as torch.optim.Muon alone, and from the program alone",
-            "give initialize(optimizer=[torch.optim.Muon(matrices), torch.optim.AdamW(others)])",
+            f"optimizer {kind} is taken as torch.optim.Muon or zero.MuonAdamW alone",
+            "give zero.MuonAdamW(model), or [torch.optim.Muon(matrices), "
+            "torch.optim.AdamW(others)]",
         )
     if why := WHOLE.get(kind.lower()):
         raise UsageError(
