@@ -140,6 +140,7 @@ def run_plan(
     checkpointing: str,
     loss: str,
     tiles: bool,
+    sequence: int,
     chunks: bool,
     as_json: bool,
 ) -> None:
@@ -157,6 +158,7 @@ def run_plan(
         checkpointing={"none": False, "recompute": True}.get(checkpointing, checkpointing),
         loss=loss,
         tiles=tiles,
+        sequence=sequence,
         crossing=Form(crossing).name,
     )
     if optimizer == "muon":
