@@ -199,6 +199,7 @@ PROGRAMS = (
                      "qlora-sft", "qlora-dpo", "accelerate-lora", "lightning-accumulates")
     ),
     *(Program(f"zero-models-{n}", "zero_models", ("--part", f"{n}/8")) for n in range(1, 9)),
+    Program("zero-sequences", "zero_sequences", seconds=900.0),
     Program("moe-models", "moe_models"),
     Program("pipeline-models", "pipeline_models"),
 )  # fmt: skip

@@ -32,7 +32,7 @@ from evener.zero.nearest import nearest
 from evener.zero.optimizer import ZeroOptimizer, take_over
 from evener.zero.planner import Fit, Machine, Plan
 from evener.zero.planning import NoFitError, Ways, cut_and_trace, formats_of, plan_units
-from evener.zero.pretrained import given_with, source_for
+from evener.zero.pretrained import given_with, leave_meta, source_for
 from evener.zero.probe import STEP, probe
 from evener.zero.profile import Profile
 from evener.zero.ranks import Layout, Ranks, crossing, join, layout, meet, world_size
@@ -43,6 +43,7 @@ from evener.zero.spans import Spans
 from evener.zero.split import MuonAdamW
 from evener.zero.store import Source, build
 from evener.zero.transformers import fill_buffers, without_cache
+from evener.zero.ulysses import Split, refuse_ranks
 from evener.zero.units import Unit, blocks, cut
 from evener.zero.untouched import random_kept
 from evener.zero.values import show
@@ -115,6 +116,7 @@ def plans(
     in which gradients cross between them). Where the first does not fit, it says what would.
     `tell`: hears what is done now, as that may take a while. `numbers`: gives the number of each
     parameter's group; default: all are in group 0."""
+    refuse_ranks(settings.sequence, ranks)
     module = model if isinstance(model, nn.Module) else shapes.llama(model)
     device = devices.pick(settings.device).device
     measured = machine or probe(device, settings.dtype, settings.moments).machine
@@ -173,6 +175,8 @@ def _ready(model: nn.Module, config: Config) -> Iterator[Head | None]:
         stack.callback(packed.take(model, config.dtype))
         if config.tiles:
             stack.callback(Tiles(blocks(model)).close)
+        if config.sequence > 1:
+            stack.callback(Split(model, config.sequence).close)
         head = _head(model, config)
         if head is not None:
             stack.callback(head.close)
@@ -276,8 +280,9 @@ def _shape(config: Config, batch: Batch | None) -> tuple[int, int]:
 
 
 def _tokens(config: Config, batch: Batch | None) -> int:
+    """Of a rank."""
     rows, length = _shape(config, batch)
-    return rows * length
+    return rows * length // config.sequence
 
 
 def _able(model: nn.Module) -> None:
@@ -346,6 +351,7 @@ def initialize(
     settings = replace(settings, ignored=[*settings.ignored, *unneeded])
     optimizers = given_groups.made(optimizer, settings, model, model_parameters)
     given_groups.with_rules(settings, optimizers, world_size())
+    refuse_ranks(settings.sequence)
     device = devices.pick(settings.device)
     fill_buffers(model)
     if any(p.is_meta for p in model.parameters()):
@@ -357,7 +363,7 @@ def initialize(
             )
         if isinstance(weights, str | Path):
             weights = source_for(weights, model)
-        _leave_meta(model)
+        leave_meta(model)
     elif isinstance(weights, str | Path):
         weights = source_for(weights, model)
     steered = getattr(lr_scheduler, "optimizer", None)
@@ -380,7 +386,11 @@ def initialize(
     stack.callback(without_cache(model))
     head = _head(model, settings)
     unpack = packed.take(model, settings.dtype)
+    split = None
     try:
+        if settings.sequence > 1:
+            split = Split(model, settings.sequence)
+            stack.callback(split.close)
         if settings.tiles:
             tiles = Tiles(blocks(model))
             stack.callback(tiles.close)
@@ -392,7 +402,7 @@ def initialize(
                 )
         engine = _engine(
             model, settings, device, numbers, machine, weights, resident, away, streaming, batch,
-            example, head, stack.close,
+            example, head, stack.close, split,
         )  # fmt: skip
     except BaseException:
         if head is not None:
@@ -452,6 +462,7 @@ def _engine(
     example: Any,
     head: Head | None,
     undo: Callable[[], None],
+    split: Split | None,
 ) -> Engine:
     call, made, folder = None, None, ""
     if resident is None:
@@ -468,6 +479,8 @@ def _engine(
         # After the probe: what it found beside the allocator is without the communicators.
         tokens = _tokens(settings, batch)
         ranks, rate = _join(units, settings, machine, device, tokens, profile)
+        if split is not None:
+            ranks = replace(ranks, bytes=ranks.bytes + split.join(device.device))
         machine = replace(machine, between=rate)
         made = _planned(units, settings, machine, device, tokens, ranks, profile)
         resident, streaming = made.resident, made.streaming
@@ -481,6 +494,8 @@ def _engine(
         )  # fmt: skip
         profile = None
         ranks = _forced(settings, device, layout())
+        if split is not None:
+            split.join(device.device)
     if settings.ignored:
         logger.info("taken and not needed: %s", ", ".join(settings.ignored))
     if settings.crossing != "exact" and ranks.replicas == 1:
@@ -671,18 +686,6 @@ def _with_ssd(machine: Machine, budget: budgets.Budget, ranks: Ranks) -> Machine
     )
     rate = ranks.agree(found.both) if ranks.size > 1 else found.both
     return replace(machine, ssd=rate)
-
-
-def _leave_meta(model: nn.Module) -> None:
-    """Parameters on the meta device become views of one NaN: no memory, until they are filled."""
-    nothing = torch.full((1,), torch.nan)
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, old in list(module._parameters.items()):
-            if old is not None and old.is_meta:
-                if old not in made:
-                    made[old] = nn.Parameter(nothing.expand(old.shape), old.requires_grad)
-                module._parameters[name] = made[old]
 
 
 def _scaler(config: Config) -> LossScaler | None:

@@ -141,6 +141,7 @@ def run_plan(
     checkpointing: str,
     loss: str,
     tiles: bool,
+    sequence: int,
     chunks: bool,
     as_json: bool,
 ) -> None:
@@ -158,6 +159,7 @@ def run_plan(
         checkpointing={"none": False, "recompute": True}.get(checkpointing, checkpointing),
         loss=loss,
         tiles=tiles,
+        sequence=sequence,
         crossing=Form(crossing).name,
     )
     if optimizer == "muon":

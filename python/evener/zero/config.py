@@ -35,17 +35,17 @@ class Config:
     have an exact float32 copy (False: they are rounded stochastically). depth: chunks fetched
     ahead. small: units of at most this many elements stay on the accelerator. checkpointing: False,
     True (blocks are recomputed), "offload" (and their inputs wait on the host), or "auto": what the
-    plan finds fastest. loss: "auto" (the last layer of a model of transformers and its loss in
-    parts of the vocabulary), "fused" (of any model), "chunked" (the loss is `zero.cross_entropy`),
-    or "plain". tiles: what a block does to each token by itself runs in parts of the sequence
-    (`sequence`). balance: whether the optimizer's states stream through the accelerator beside the
-    cores; "auto": where the probe shows a gain. stale_updates: a pass does not wait for the
-    optimizer. compile: each block by torch.compile (a string: by this backend). nodes: "replicate"
-    (each node has a copy of the states), "shard", or "auto": what the plan finds faster of those
-    that fit. crossing: the form of gradients between nodes (`evener.zero.form.names`). rehearse:
-    one unit of each kind runs on the GPU before the plan (`rehearsal`); "auto": where one process
-    plans for a GPU. rules: of each group of parameters, where they differ; else all have `rule`.
-    ignored: what was taken and is not needed. has_optimizer: whether `rule` was asked for.
+    plan finds fastest. loss: "auto" (last layer and loss of a model of transformers in parts of the
+    vocabulary), "fused" (of any model), "chunked" (the loss is `zero.cross_entropy`), or "plain".
+    tiles: what treats tokens one by one runs in parts of the sequence (`sequence`). sequence: ranks
+    that share each sequence (`ulysses`). balance: whether the optimizer's states stream through the
+    accelerator beside the cores; "auto": where the probe shows a gain. stale_updates: a pass does
+    not wait for the optimizer. compile: each block by torch.compile (a string: its backend). nodes:
+    "replicate" (each node has a copy of the states), "shard", or "auto": the faster of what fits,
+    by plan. crossing: the form of gradients between nodes (`evener.zero.form.names`). rehearse: one
+    unit of each kind runs on the GPU before the plan (`rehearsal`); "auto": where one process plans
+    for a GPU. rules: of each group of parameters, where they differ; else all have `rule`. ignored:
+    what is not needed. has_optimizer: whether `rule` was asked for.
     muon: options of `MuonAdamW` (`split.OPTIONS`), where that is the optimizer.
     """
 
@@ -68,6 +68,7 @@ class Config:
     checkpointing: bool | str = False
     loss: str = "auto"
     tiles: bool = False
+    sequence: int = 1
     balance: bool | str = "auto"
     stale_updates: bool = False
     compile: bool | str = False
@@ -151,6 +152,7 @@ _PASSED_OVER_BF16 = {"immediate_grad_update", "check_grad_overflow"}
 _EVENER = {
     "budget", "moments", "master", "depth", "device", "checkpointing", "loss", "balance",
     "stale_updates", "compile", "nodes", "crossing", "rehearse", "tiles",
+    "sequence",
 }  # fmt: skip
 
 
@@ -251,9 +253,10 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
         config.scheduler = (str(section.get("type")), dict(_section(section, "params")))
     config.clipping = _real(source, "gradient_clipping", 0.0)
     config.seed = _whole(source, "seed", 0, 0) or 0
-    _read_batches(config, source, ranks)
     own = _section(source, "evener")
     _refuse("evener", own, _EVENER)
+    config.sequence = _whole(own, "sequence", 1) or 1
+    _read_batches(config, source, max(1, ranks // config.sequence))
     budget = own.get("budget", "auto")
     if isinstance(config.budget, Mapping):  # what nvme_path said of the SSD
         config.budget = {**config.budget, **(budget if isinstance(budget, Mapping) else {})}
@@ -276,6 +279,12 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     config.balance = _choice(own, "balance", ("auto", False, True), "auto")
     config.stale_updates = bool(_choice(own, "stale_updates", (False, True), False))
     config.rehearse = _choice(own, "rehearse", ("auto", False, True), "auto")
+    if config.rehearse is True and config.sequence > 1:
+        raise ConfigError(
+            f"evener.rehearse = true: units of evener.sequence = {config.sequence} wait for other "
+            "ranks, and are not run before the plan",
+            "leave evener.rehearse out",
+        )
     config.nodes = str(_choice(own, "nodes", ("auto", "replicate", "shard"), "auto"))
     config.crossing = str(_choice(own, "crossing", forms(), "exact"))
     config.compile = own.get("compile", False)

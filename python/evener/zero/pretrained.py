@@ -201,3 +201,15 @@ def source_for(folder: str | Path, model: nn.Module) -> ModelSource:
                 )
             buffer.copy_(value)
     return found
+
+
+def leave_meta(model: nn.Module) -> None:
+    """Parameters on the meta device become views of one NaN: no memory, until they are filled."""
+    nothing = torch.full((1,), torch.nan)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module._parameters.items()):
+            if old is not None and old.is_meta:
+                if old not in made:
+                    made[old] = nn.Parameter(nothing.expand(old.shape), old.requires_grad)
+                module._parameters[name] = made[old]

@@ -196,7 +196,7 @@ class Crossing:
     bytes: int
 
 
-def _taken(device: torch.device) -> int:
+def taken(device: torch.device) -> int:
     """Bytes of the GPU that torch's allocator has not: contexts and communicators."""
     if device.type != "cuda":
         return 0
@@ -209,10 +209,10 @@ def crossing(device: torch.device, nodes: Layout) -> Crossing:
     """Made and measured: four or more all-gathers of 16 MB, for 0.4 s (without a GPU 1 MB, 0.05 s).
     Collective."""
     rank, mine = dist.get_rank(), None
-    before = _taken(device)
+    before = taken(device)
     for place in range(len(nodes.nodes[0])):
         members = [ranks[place] for ranks in nodes.nodes]
-        group = _group(device, "between nodes", members)
+        group = group_of(device, "between nodes", members)
         mine = group if rank in members else mine
     assert mine is not None
     numel = (8 << 20) if device.type == "cuda" else (1 << 19)
@@ -244,7 +244,7 @@ def crossing(device: torch.device, nodes: Layout) -> Crossing:
     idle()
     rate = (whole.nbytes - share.nbytes) / slowest(sum(seconds) / len(seconds))
     del whole, share
-    return Crossing(mine, rate, max(0, _taken(device) - before))
+    return Crossing(mine, rate, max(0, taken(device) - before))
 
 
 def join(
@@ -272,10 +272,10 @@ def join(
     )  # fmt: skip
     if world == 1:
         return alone
-    cuda, before = device.type == "cuda", _taken(device)
+    cuda, before = device.type == "cuda", taken(device)
     made = []
     for name in ("weights", "gradients"):
-        groups = [_group(device, name, members) for members in sets]
+        groups = [group_of(device, name, members) for members in sets]
         made.append(next(g for g, members in zip(groups, sets, strict=True) if number in members))
     ranks = replace(alone, weights=made[0], gradients=made[1])
     if not cuda:
@@ -294,11 +294,11 @@ def join(
     torch.cuda.synchronize(device)
     rate = 4 * (whole.nbytes - share.nbytes) / (time.perf_counter() - start)
     del whole, share
-    taken = max(0, _taken(device) - before)
-    return replace(ranks, bytes=ranks.bytes + taken, network=rate)
+    more = max(0, taken(device) - before)
+    return replace(ranks, bytes=ranks.bytes + more, network=rate)
 
 
-def _group(device: torch.device, name: str, members: list[int]) -> dist.ProcessGroup:
+def group_of(device: torch.device, name: str, members: list[int]) -> dist.ProcessGroup:
     """The process group of these ranks; all ranks call it."""
     options = None
     if device.type == "cuda":

@@ -104,6 +104,13 @@ _DEFAULT = click.core.ParameterSource.DEFAULT
     is_flag=True,
     help="MLPs and norms run in parts of the sequence: as evener.tiles of the configuration.",
 )
+@click.option(
+    "--sequence",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Of the --ranks, how many share each sequence: as evener.sequence of the configuration.",
+)
 @click.option("--chunks", is_flag=True, help="List every chunk.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 @click.pass_context
