@@ -14,8 +14,6 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,26 +21,10 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from evener.embedding import Options, slots
 from evener.embedding.torch import updates
+from evener.embedding.torch.columns import Columns
 from evener.embedding.torch.updates import Held
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Features of one dim that lie side by side in `out` [batch, ...]: where each begins."""
-
-    out: torch.Tensor
-    columns: tuple[int, ...]
-    at: torch.Tensor  # `columns`, on the device
-
-    @classmethod
-    def of(cls, columns: Sequence[int], out: torch.Tensor) -> Columns:
-        return cls(out, tuple(columns), torch.tensor(columns, dtype=torch.int64).to(out.device))
-
-    def like(self, out: torch.Tensor) -> Columns:
-        """The same columns of another tensor."""
-        return Columns(out, self.columns, self.at)
 
 
 def on(device: torch.device) -> bool:

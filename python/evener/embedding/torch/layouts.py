@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from evener.embedding.torch import updates
+from evener.embedding.torch.columns import Columns
 from evener.embedding.torch.forms import Form
-from evener.embedding.torch.kernels import Columns
 from evener.embedding.torch.sharded import Ranks
 from evener.embedding.torch.table import Table
 from evener.errors import UsageError

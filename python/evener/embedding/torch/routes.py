@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from evener.embedding.torch import kernels
+from evener.embedding.torch.columns import Columns
 from evener.embedding.torch.layouts import Layout, Side, Slots
 
 
@@ -194,7 +195,7 @@ def _trial(ranks: int, batch: int, device: torch.device) -> Layout:
 
     def side(places: list[int], bases: list[int], cuts: list[int]) -> Side:
         none = up([0] * len(places))
-        columns = kernels.Columns.of([0] * len(places), torch.empty(0, device=device))
+        columns = Columns.of([0] * len(places), torch.empty(0, device=device))
         return Side(places, columns, up(places), up(bases), cuts, places, none, None)
 
     bags = side([0, 1, 2], [7, 0, 100], [3] if ranks == 1 else [2, 1])

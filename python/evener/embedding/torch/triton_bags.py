@@ -11,14 +11,13 @@ of its values, and adds rows one after another in the order of ids, as torch doe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from evener.embedding.torch.kernels import Columns
+from evener.embedding.torch.columns import Columns
 
 SAMPLES = 16  # of a program of `_take`
 # One warp each: there are many programs, and each waits for memory most of the time.

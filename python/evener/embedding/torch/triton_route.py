@@ -11,14 +11,11 @@ are, and the host need not know how many.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from evener.embedding.torch.layouts import Layout
+from evener.embedding.torch.layouts import Layout
 
 BLOCK = 1024
 SPREAD = 32

@@ -44,7 +44,8 @@ fsdp-bits.json). Later in a training it is 1 to 3. Embeddings take less where a 
 their rows."""
 CODER = 23.0
 """Times that coding and decoding a difference take what the memory takes for the weight's bytes:
-6.2 ms to encode 706 MB and 1.9 ms to decode as much (113 and 364 GB/s: fsdp-coder.json), at 2 TB/s."""
+6.2 ms to encode 706 MB and 2.1 ms to decode as much (114 and 339 GB/s: fsdp-coder.json), at
+2 TB/s."""
 CHECK_MS = 0.6
 """Milliseconds that the host waits per unit and forward pass, for the GPU's comparison and for all
 ranks' numbers; of 15 units in fsdp-ethernet.json, with the copy on the GPU."""
