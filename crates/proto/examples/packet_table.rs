@@ -15,6 +15,7 @@ mod virtual_time;
 use std::time::Duration;
 
 use evener_proto::packet::Config;
+use virtual_time::dark::{Dark, stands_still};
 use virtual_time::scenario::*;
 
 const GIGA: f64 = 1e9;
@@ -208,6 +209,20 @@ fn main() {
                 milliseconds(all.unwrap()),
                 "<= 50",
             );
+            if rate <= 1.0 {
+                let dark = Dark {
+                    bits: bits / 2.0,
+                    round_trip: Duration::from_micros(100),
+                    all: Duration::from_secs(3),
+                    second: Duration::from_millis(500),
+                };
+                let all = (0..12).map(|seed| stands_still(&dark, seed)).max();
+                table.row(
+                    &format!("{at}: two dead for 3 s, then one of them: longest gap, ms"),
+                    milliseconds(all.unwrap()),
+                    "<= 3000",
+                );
+            }
         }
         if want("incast") {
             for senders in [8, 16] {

@@ -267,11 +267,15 @@ impl Paths {
         found
     }
 
-    /// A packet of this path was acknowledged: it is sound.
-    pub fn answered(&mut self, at: u8) {
+    /// A packet of this path was acknowledged: it is sound. If the path is not in use only what `asked` counts: the
+    /// others are from before it was dropped.
+    pub fn answered(&mut self, at: u8, asked: bool) {
         let Some(path) = self.get_mut(at) else {
             return;
         };
+        if path.state == State::Spare && !asked {
+            return;
+        }
         (path.silences, path.probe) = (0, false);
         match path.state {
             State::Spare => (path.returns, self.returns) = (true, true),
@@ -515,7 +519,7 @@ mod tests {
     #[test]
     fn one_that_had_carried_takes_back_its_place() {
         let mut paths = Paths::new(2, 4);
-        paths.answered(1);
+        paths.answered(1, true);
         assert_eq!(paths.replace(1, NOW), Some(2));
         assert_eq!(paths.asked(), Some(2));
         // Not before its time, and for as long as it takes.
@@ -528,14 +532,17 @@ mod tests {
         }
         assert_eq!(paths.take_back(), None);
         // Neither is what has stood in and has carried forgotten for that, nor is the first.
-        paths.answered(2);
+        paths.answered(2, true);
         assert_eq!(paths.replace(2, NOW), Some(3));
-        paths.answered(1);
-        paths.answered(3);
+        // What went over it before it was dropped, and is told of now, says nothing.
+        paths.answered(1, false);
+        assert_eq!(paths.take_back(), None);
+        paths.answered(1, true);
+        paths.answered(3, false);
         paths.get_mut(3).unwrap().flying = 10;
         assert_eq!(paths.take_back(), None);
         assert_eq!(paths.get(3).unwrap().state, State::Leaving);
-        paths.answered(3);
+        paths.answered(3, true);
         assert_eq!(paths.choose(10, PLENTY, |_| 1e3), Some(0));
         paths.get_mut(3).unwrap().flying = 0;
         assert_eq!(paths.take_back(), Some((3, 1)));
@@ -559,7 +566,7 @@ mod tests {
         // One takes the place, if it answers; 0 keeps its own.
         assert_eq!((paths.asked(), paths.asked()), (Some(1), None));
         assert_eq!(paths.take_back(), None);
-        paths.answered(1);
+        paths.answered(1, true);
         assert_eq!(paths.take_back(), Some((4, 1)));
         assert_eq!(paths.used(), [0, 1]);
     }
@@ -570,7 +577,7 @@ mod tests {
         assert_eq!(paths.replace(1, NOW), Some(2));
         assert_eq!(paths.used(), [0, 2]);
         assert_eq!(paths.get(2).unwrap().state, State::Suspect);
-        paths.answered(2);
+        paths.answered(2, true);
         assert_eq!(paths.get(2).unwrap().state, State::Active);
         assert_eq!(paths.replace(0, NOW), Some(3));
         assert_eq!(paths.replace(3, NOW), Some(1));

@@ -10,6 +10,7 @@
 
 mod attacks;
 mod cubic;
+mod dark;
 mod endings;
 mod fabrics;
 mod host;

@@ -347,9 +347,20 @@ impl Connection {
             let limited = sent.limited && self.filled >= at;
             let content = std::mem::take(&mut sent.content);
             self.mtu.arrived(size as usize);
-            self.paths.answered(path);
+            self.paths.answered(path, before == Fate::Asking);
+            let first = told.contains(&(path, *number));
             if let Some(path) = self.paths.get_mut(path) {
-                path.trip.sample(now.saturating_sub(at), Duration::ZERO);
+                let passed = now.saturating_sub(at);
+                match before {
+                    Fate::Lost(_) if path.trip.known() => {
+                        // Perhaps its acknowledgement was lost as well, and this is how long the network was dead.
+                        let most = path.trip.patience(self.config.floor) * 2;
+                        if first {
+                            path.trip.sample(passed.min(most), Duration::ZERO);
+                        }
+                    }
+                    _ => path.trip.sample(passed, Duration::ZERO),
+                }
                 path.newest = path.newest.max(Some((*number, at)));
                 if before == Fate::Flying {
                     path.flying = path.flying.saturating_sub(size);
