@@ -110,6 +110,17 @@ def test_single_figures() -> None:
     passed = sum(test["status"] == "pass" for test in tests)
     assert f"[{passed} of upstream's {len(tests)} tests pass]" in TEXT
 
+    def share(name: str, row: str) -> tuple[float, int]:
+        rows = record(name)["rows"]
+        (one, base) = (rows[key]["passes"]["1"] for key in (row, "nvlink"))
+        return one["tokens_per_second"] / base["tokens_per_second"], len(one["step_ms"])
+
+    exact, int4 = (share("fsdp-ethernet", row) for row in ("exact:gpu", "int4:gpu"))
+    plain = share("fsdp-ethernet-sockets", "sockets")
+    said = f"[{exact[0]:.2f} of NVLink's speed over 25 Gb/s, {int4[0]:.2f} with gradients in INT4"
+    assert f"{said}, where FSDP2 alone has {plain[0]:.2f}]" in TEXT
+    assert exact[1] == int4[1] and f"medians of {int4[1]} and {plain[1]} steps |" in TEXT
+
     memory = record("zero_gpu")["rows"]
     ours = memory["evener, all offloaded, 8 GB"]["tokens_per_second"]
     theirs = next(v for k, v in memory.items() if k.startswith("DeepSpeed"))["tokens_per_second"]
