@@ -38,7 +38,7 @@ class Way:
     """One lookup: how its ids went, for rows to come back and gradients to follow."""
 
     layout: Layout
-    bags: torch.Tensor  # where all bags end, of all inputs
+    lengths: torch.Tensor | None  # [inputs, batch], where a table's rows are averaged
     ids: list[torch.Tensor]  # of whole tables, and where bags of them end
     ends: list[torch.Tensor]
     batches: list[int]  # of each rank
@@ -115,8 +115,9 @@ class Exchange(Plan):
         if ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(ready)
-            for part in (way.bags, *way.ids, *way.ends, *way.asked, *way.stops):
-                part.record_stream(stream)
+            for part in (way.lengths, *way.ids, *way.ends, *way.asked, *way.stops):
+                if part is not None:
+                    part.record_stream(stream)
         return way
 
     @torch.no_grad()
@@ -160,9 +161,10 @@ class Exchange(Plan):
             asked = [torch.cat([p[2 * g + 1] for p in pieces]) for g in range(n)]
             stops = [routes.ends_of(torch.cat([p[2 * g] for p in pieces])) for g in range(n)]
         self._count_keys(layout, start)
+        averages = any(side.means is not None for side in (*layout.bags, *layout.whole))
         return Way(
             layout,
-            ends,
+            ends.diff().view(len(inputs), batch) if averages else None,
             filled.near,
             filled.ends,
             batches,
@@ -307,10 +309,9 @@ class Exchange(Plan):
 
     def _divided(self, side: Side, rows: torch.Tensor, way: Way) -> torch.Tensor:
         """[features, batch, dim], those of tables with pooling MEAN divided by their lengths."""
-        if side.means is None:
+        if side.means is None or way.lengths is None:
             return rows
-        inputs, batch = len(way.layout.limits), way.layout.batch
-        lengths = way.bags.diff().view(inputs, batch)[side.inputs]
+        lengths = way.lengths[side.inputs]
         parts = torch.where(side.means, lengths.clamp(min=1), torch.ones_like(lengths))
         return rows / parts.unsqueeze(2)
 
