@@ -173,7 +173,12 @@ def test_the_timeline_runs_by_itself(healed: Lab) -> None:
 
 
 # Arguments: host, packets. Prints the round trips in ms of those that came back, in their order.
-_ECHO = """
+# Each on one processor: a sender that moves leaves packets in the old one's queue, and the kernel
+# lets later ones pass them.
+_ONE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+_ECHO = (
+    _ONE
+    + """
 import socket, sys, threading, time
 mine = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 mine.bind(("", 5001))
@@ -192,13 +197,17 @@ try:
 except TimeoutError:
     pass
 """
-_ANSWER = """
+)
+_ANSWER = (
+    _ONE
+    + """
 import socket
 mine = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 mine.bind(("", 5002))
 print("up", flush=True)
 while True: mine.sendto(*mine.recvfrom(100))
 """
+)
 
 
 def echoes(lab: Lab, count: int) -> list[tuple[int, float]]:
