@@ -45,7 +45,7 @@ def pair(size: str, steps: int, rate: float) -> tuple[torch.Tensor, torch.Tensor
 
 
 def seconds(call: Callable[[], Any], repeats: int = 20) -> float:
-    """Of the device, median."""
+    """The median time that the device takes."""
     for _ in range(3):
         call()
     found = []

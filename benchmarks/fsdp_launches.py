@@ -226,7 +226,7 @@ def count(form: str) -> None:
 
 
 def total(rows: dict[str, Any], stages: tuple[str, ...], what: str) -> float:
-    """Of several stages."""
+    """The sum of several stages."""
     return sum(rows[stage][what] for stage in stages)
 
 

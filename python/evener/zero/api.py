@@ -280,7 +280,7 @@ def _shape(config: Config, batch: Batch | None) -> tuple[int, int]:
 
 
 def _tokens(config: Config, batch: Batch | None) -> int:
-    """Of a rank."""
+    """The tokens that a rank has of them."""
     rows, length = _shape(config, batch)
     return rows * length // config.sequence
 

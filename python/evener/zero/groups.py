@@ -91,7 +91,7 @@ def with_rules(config: Config, optimizers: Sequence[torch.optim.Optimizer], rank
 
 
 def _rules(optimizer: torch.optim.Optimizer) -> list[rules.Rule]:
-    """Of each of its groups."""
+    """The rule of each group."""
     if isinstance(optimizer, MuonAdamW):
         return optimizer.rules
     return [rules.of(optimizer)] * len(optimizer.param_groups)

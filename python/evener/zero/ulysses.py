@@ -38,7 +38,7 @@ from evener.errors import UsageError
 from evener.zero.ranks import group_of, layout, taken, world_size
 
 NAME = "evener_sequence"
-"""Of the attention function and of the mask in transformers' registries."""
+"""Our name in transformers' registries of attention functions and masks."""
 
 INPUTS = ("input_ids", "labels", "attention_mask", "position_ids", "num_items_in_batch")
 """What a call may hold beside flags."""

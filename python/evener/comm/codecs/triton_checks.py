@@ -24,7 +24,7 @@ def _load(weights, at, n, KIND: tl.constexpr):
 
 @triton.jit
 def _sum(weights, block, n, EACH: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a block: of words, or (`EACH` to a word) of weights that are loaded one by one."""
+    """A block's share. It is loaded in words, or weight by weight where `EACH` make a word."""
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if EACH == 1:
         found = _load(weights, at, n, tl.int64) * (2 * at + 1)

@@ -109,7 +109,7 @@ def _adagrad(o: dict[str, Any]) -> Update:
 def _total(x: torch.Tensor) -> torch.Tensor:
     """[n, 1]: sums over rows: every sixteenth term by itself, and then these sums by halves."""
     n, dim = x.shape
-    lanes = torch.nn.functional.pad(x, (0, -dim % 16)).view(n, -1, 16)
+    lanes = torch.nn.functional.pad(x, (0, -dim % 16)).view(n, (dim + 15) // 16, 16)
     sums = torch.zeros(n, 16, device=x.device)
     for part in lanes.unbind(1):
         sums = sums + part
