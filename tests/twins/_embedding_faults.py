@@ -160,6 +160,6 @@ FAULTS: dict[str, Any] = {
 }
 # What once raised, and is right.
 ENDS = {
-    "checkpoints are in the chain of deltas": "ValueError",
-    "batches without rows fail": "RuntimeError",
+    "checkpoints are in the chain of deltas": "ValueError: the last file of",
+    "batches without rows fail": "RuntimeError: cannot reshape tensor of 0 elements",
 }

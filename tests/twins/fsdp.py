@@ -32,7 +32,7 @@ from evener.comm import ahead, mirrors, shards
 from evener.comm.codecs import differences, int4, int8, rows
 from evener.comm.mirrors import Found, Mirror
 from tests.twins._ranks import Ranks, Switch
-from tests.twins.harness import Program, Twin
+from tests.twins.harness import Program, Twin, often
 
 RANKS, ROWS, WORDS = 2, 3, 7
 POLICIES: dict[str, MixedPrecisionPolicy] = {
@@ -449,6 +449,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     ),
     "what INT4 did not send is forgotten": _put(shards.FormedReduceScatter, "_kept", _forgotten),
 }
+ENDS = {"units of a group get each other's checksums": "do not match what was sent"}
 _switch = Switch()
 _world = functools.cache(lambda: Ranks(RANKS, timeout=60))
 
@@ -466,7 +467,7 @@ def _step(kind: str, *given: st.SearchStrategy[Any]) -> st.SearchStrategy[list[A
 
 
 _train = _step("train", st.integers(1, 3), st.integers(-1, 2), st.booleans())
-STEPS = st.one_of(
+STEPS = often(
     _train,
     _train,
     _step("evaluate"),
@@ -505,5 +506,6 @@ TWIN = Twin(
     programs=PROGRAMS,
     check=check,
     faults={name: (lambda name=name: _switch.put(name)) for name in FAULTS},
+    ends=ENDS,
     programs_per_round=60,
 )

@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 import hypothesis
-from hypothesis import HealthCheck, Phase
+from hypothesis import HealthCheck, Phase, strategies
 from hypothesis.internal.conjecture.engine import ConjectureRunner
 from hypothesis.strategies import SearchStrategy
 
@@ -46,7 +46,7 @@ class Twin:
     an error out that the reference does not raise) where they differ. Each of `faults` is a
     context manager factory that breaks Evener in one way while it is open, for processes that
     `check` starts too; `ends` has those that something else than the comparison is meant to notice,
-    with the class of its error. A round has `programs_per_round` where nobody says how many; a
+    with a part of its error's text. A round has `programs_per_round` where nobody says how many; a
     program that takes longer than `limit` seconds is ended and named (see `_alone.py`). `needs`:
     packages that development does without; where one is not installed, the twin is skipped.
     """
@@ -166,8 +166,8 @@ def find(
     """Put `fault` in and run `count` programs at most; stop at the first that fails.
 
     It is found if this program is right without the fault, and if what failed is the comparison
-    (AssertionError) or Evener's own check (the twin's `ends`). All else is an error of the fault:
-    mostly its patch no longer fits what it patches. It is not shrunk: of a hang that takes minutes.
+    (AssertionError) or what the twin's `ends` says. All else is an error of the fault: mostly its
+    patch no longer fits what it patches. It is not shrunk: of a hang that takes minutes.
     """
     try:
         with tested.faults[fault]():
@@ -181,9 +181,9 @@ def find(
     except Exception as error:  # noqa: BLE001 - whatever a search takes for a difference
         said = f"fails without the fault too: {type(error).__name__}: {error}"
         return replace(result, error="", without=said)
-    meant = ended(result.trace) in ("AssertionError", tested.ends.get(fault))
-    unfit = UNFIT.search(result.trace) is not None
-    return result if meant and not unfit else replace(result, broken=result.trace)
+    differs = ended(result.trace) == "AssertionError" and not UNFIT.search(result.trace)
+    noticed = fault in tested.ends and tested.ends[fault] in result.trace
+    return result if differs or noticed else replace(result, broken=result.trace)
 
 
 def ended(trace: str) -> str:
@@ -194,6 +194,11 @@ def ended(trace: str) -> str:
     lines = trace.rpartition(TRACED)[2].splitlines()
     named = next((line for line in lines if not line.startswith(" ")), "")
     return named.partition(":")[0].rpartition(".")[2]
+
+
+def often(*of: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    """One of these; what is given several times comes as often. `st.one_of` drops repeats."""
+    return strategies.sampled_from(of).flatmap(lambda one: one)
 
 
 def keep(result: Result) -> Path:

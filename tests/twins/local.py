@@ -33,7 +33,7 @@ from evener.comm.exchange import Exchange
 from evener.ddp import accelerate, restore
 from evener.ddp.local import LocalSteps
 from tests.twins._ranks import Ranks, Switch
-from tests.twins.harness import Program, Twin
+from tests.twins.harness import Program, Twin, often
 
 RANKS = 2
 # Of the largest magnitude in a fragment.
@@ -568,6 +568,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "a round ends with an exchange on its way": _put(rounds.Rounds, "end_round", _round_ends),
     "the first optimizer's step is the step": _put(LocalSteps, "_ends", _first_counts),
 }
+# Where one rank alone tries weights, the ranks disagree, and say so.
+ENDS = {"weights that are tried begin a round": "has loaded other weights than rank 0"}
 _switch = Switch()
 _world = functools.cache(lambda: Ranks(RANKS, timeout=120))
 
@@ -582,7 +584,7 @@ def _step(kind: str, *given: st.SearchStrategy[Any]) -> st.SearchStrategy[list[A
 
 
 _train = _step("train", st.integers(1, 5), st.integers(1, 2), st.integers(-1, 1))
-STEPS = st.one_of(
+STEPS = often(
     _train,
     _train,
     _train,
@@ -622,5 +624,6 @@ TWIN = Twin(
     programs=PROGRAMS,
     check=check,
     faults={name: (lambda name=name: _switch.put(name)) for name in FAULTS},
+    ends=ENDS,
     programs_per_round=60,
 )

@@ -71,7 +71,9 @@ def _example(where: str) -> harness.Twin:
     switched = {name: partial(_switch.put, name) for name in FAULTS}
     faults = FAULTS if where == "put in by the search" else switched
     programs = st.lists(st.integers(0, 9), max_size=3)
-    return harness.Twin("example", programs, check, faults, {"noticed": "UsageError"})
+    return harness.Twin(
+        "example", programs, check, faults, {"noticed": "UsageError: a value is negative"}
+    )
 
 
 @pytest.mark.parametrize("where", ["put in by the search", "here", "ranks"])
