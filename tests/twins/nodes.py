@@ -209,6 +209,10 @@ class Node:
         self.rounds.begin(self.place)
 
     def step(self, reference: Reference) -> None:
+        if self.overlap and self.plain.behind:
+            # Called before it has heard that the round is over, it would send what it has.
+            came = self.link.events
+            until(lambda: self.has(reference) or not came.empty(), "it hears of a round")
         self.ours.step()
         self.rounds.stepped()
         if self.overlap and self.plain.behind:
