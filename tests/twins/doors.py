@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.twins._doors_faults import FAULTS
+from tests.twins._doors_faults import ENDS, FAULTS
 from tests.twins._doors_programs import ROWS, programs
 from tests.twins._doors_run import DEVICE, Net, Run
 from tests.twins.harness import Program, Twin
@@ -260,5 +260,6 @@ TWIN = Twin(
     programs(),
     WORLD.check,
     {name: partial(_fault, name) for name in FAULTS},
+    ENDS,
     programs_per_round=100,
 )
