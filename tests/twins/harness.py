@@ -46,8 +46,8 @@ class Twin:
     an error out that the reference does not raise) where they differ. Each of `faults` is a
     context manager factory that breaks Evener in one way while it is open, for processes that
     `check` starts too; `ends` has those that something else than the comparison is meant to notice,
-    with a part of its error's text. A round has `programs_per_round` where nobody says how many; a
-    program that takes longer than `limit` seconds is ended and named (see `_alone.py`). `needs`:
+    with a pattern of its error's text. A round has `programs_per_round` where nobody says how many;
+    a program that takes longer than `limit` seconds is ended and named (see `_alone.py`). `needs`:
     packages that development does without; where one is not installed, the twin is skipped.
     """
 
@@ -182,7 +182,7 @@ def find(
         said = f"fails without the fault too: {type(error).__name__}: {error}"
         return replace(result, error="", without=said)
     differs = ended(result.trace) == "AssertionError" and not UNFIT.search(result.trace)
-    noticed = fault in tested.ends and tested.ends[fault] in result.trace
+    noticed = fault in tested.ends and re.search(tested.ends[fault], result.trace) is not None
     return result if differs or noticed else replace(result, broken=result.trace)
 
 
