@@ -34,7 +34,7 @@ from tests.twins import zero as one
 from tests.twins import zero_half as half
 from tests.twins import zero_ranks as several
 from tests.twins._ranks import Ranks, Switch
-from tests.twins.harness import Program, Twin
+from tests.twins.harness import Program, Twin, often
 
 torch.set_num_threads(1)  # small products; threads would wait for each other
 NEAR: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -469,7 +469,7 @@ SHARED = st.fixed_dictionaries(
         "steps": st.lists(several.STEPS, min_size=1, max_size=5),
     }
 ).map(_one_order)
-PROGRAMS = st.one_of(ALONE, ALONE, SHARED).map(_whole_bytes)
+PROGRAMS = often(ALONE, ALONE, SHARED).map(_whole_bytes)
 
 
 # --- Faults ---------------------------------------------------------------------------------------
