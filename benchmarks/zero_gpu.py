@@ -5,7 +5,8 @@
 A Llama-shaped model (2.69B parameters: 32 layers, width 2560), 8 x 1024 tokens a GPU, blocks
 recomputed, clipping at 1.0. Rows that start with "largest" train one sequence of
 1024 tokens in 24 GB of GPU and 110 GB of host memory; those with "whole" train 8 sequences in 76
-and 110 GB; those with "long" train one long sequence of 8.0B parameters there. Each row runs in
+and 110 GB; those with "long" train one long sequence of 8.0B parameters there; those with "4B" and
+"8B" are what Evener and DeepSpeed make of the same machine. Each row runs in
 processes of its own (a peer that runs out of memory takes nobody with it), one after the other;
 `--gpus` starts each under torchrun.
 

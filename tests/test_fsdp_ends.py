@@ -107,7 +107,7 @@ class End:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[tuple[str, str], End]]:
-    """Of all cases of a mode, which are run when the first is asked for."""
+    """How each case of a mode ended. The first test that asks runs them all."""
 
     @functools.cache
     def ends(mode: str) -> dict[tuple[str, str], End]:

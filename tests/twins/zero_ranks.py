@@ -250,7 +250,7 @@ def _put(target: Any, name: str, value: Any) -> Callable[[], Any]:
 
 
 def _as_it_comes(self: Gradients, all_of_them: bool = False) -> None:
-    """Of chunks of one size, each rank reduces first what comes to it first."""
+    """Each rank reduces chunks of the same size in the order in which they come to it."""
     if self._after and not all_of_them:
         return
     known = {chunk.index: chunk for chunk in self._chunks}
