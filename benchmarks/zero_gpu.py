@@ -5,8 +5,8 @@
 A Llama-shaped model (2.69B parameters: 32 layers, width 2560), 8 x 1024 tokens a GPU, blocks
 recomputed, clipping at 1.0. Rows that start with "largest" train one sequence of
 1024 tokens in 24 GB of GPU and 110 GB of host memory; those with "whole" train 8 sequences in 76
-and 110 GB; those with "long" train one long sequence of 8.0B parameters there; those with "4B" and
-"8B" are what Evener and DeepSpeed make of the same machine. Each row runs in
+and 110 GB; those with "long" train one long sequence of 8.0B parameters there; those with "4B",
+"8B" and "14B" are what Evener and its peers make of the same machine. Each row runs in
 processes of its own (a peer that runs out of memory takes nobody with it), one after the other;
 `--gpus` starts each under torchrun.
 
@@ -146,19 +146,26 @@ def _whole(layers: int, **own: Any) -> Callable[..., dict[str, Any]]:
     return lambda *_: evener(layers, 6144, BATCH, 3, lr=1e-6, **own)
 
 
-_SIZES = {False: (32, 3072), True: (38, 4096)}
-"""Layers and width of 3.8B parameters and of 8.0B: what DeepSpeed holds in 128 GB of host memory
-with FP32 states, and with BF16 ones."""
+_SIZES = {"4B": (32, 3072), "8B": (38, 4096), "14B": (44, 5120)}
+"""Layers and width of 3.8B, 8.0B and 14.3B parameters. DeepSpeed holds the first in 128 GB of host
+memory with FP32 states, and the second with BF16 ones."""
 
 
-def _beside(large: bool, **own: Any) -> Callable[..., dict[str, Any]]:
-    """Beside the peers: 8 x 1024 tokens, the whole GPU and 110 GB of host memory."""
-    own = {"budget": {"gpu": 76 * GB, "host": 110 * GB}, "checkpointing": True, **own}
-    return lambda *_: evener(*_SIZES[large], BATCH, 3, **own)
+def _beside(
+    size: str, rows: int = BATCH, host: int = 110, **own: Any
+) -> Callable[..., dict[str, Any]]:
+    """Beside the peers: 1024 tokens a row, the whole GPU and so many GB of host memory."""
+    own = {"budget": {"gpu": 76 * GB, "host": host * GB}, "checkpointing": True, **own}
+    lr = 1e-6 if size == "14B" else HYPER["lr"]
+    return lambda *_: evener(*_SIZES[size], rows, 3, lr=lr, **own)
 
 
-def _peer(large: bool, **how: Any) -> Callable[..., dict[str, Any]]:
-    return lambda *_: peer(peers.deepspeed, **how)(*_SIZES[large], BATCH, 3)
+def _peer(size: str, **how: Any) -> Callable[..., dict[str, Any]]:
+    return lambda *_: peer(peers.deepspeed, **how)(*_SIZES[size], BATCH, 3)
+
+
+def _megatrain(size: str, rows: int = BATCH) -> Callable[..., dict[str, Any]]:
+    return lambda *_: peers.megatrain(*_SIZES[size], rows, 3)
 
 
 def _long(length: int, tiles: bool, **how: int) -> Callable[..., dict[str, Any]]:
@@ -196,13 +203,27 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "long, 64k, tiles": _long(1 << 16, tiles=True),
     "long, 128k, tiles": _long(1 << 17, tiles=True),
     "long, 256k, tiles": _long(1 << 18, tiles=True, warmup=0),
-    "4B, evener": _beside(False),
-    "4B, DeepSpeed": _peer(False),
-    "4B, SuperOffload": _peer(False, way="superoffload"),
-    "4B, ZenFlow": _peer(False, way="zenflow"),
-    "8B, evener": _beside(True),
-    "8B, evener, bf16 moments, no copy": _beside(True, moments="bf16", master=False),
-    "8B, DeepSpeed, all bf16": _peer(True, half=True),
+    "4B, evener": _beside("4B"),
+    "4B, DeepSpeed": _peer("4B"),
+    "4B, SuperOffload": _peer("4B", way="superoffload"),
+    "4B, ZenFlow": _peer("4B", way="zenflow"),
+    "4B, MegaTrain": _megatrain("4B"),
+    "8B, evener": _beside("8B"),
+    "8B, evener, bf16 moments, no copy": _beside("8B", moments="bf16", master=False),
+    "8B, evener, 16 GB": _beside("8B", budget={"gpu": 16 * GB, "host": 120 * GB}),
+    "8B, evener, 64 rows": _beside("8B", 64),
+    "8B, DeepSpeed, FP32 states": _peer("8B"),
+    "8B, DeepSpeed, all bf16": _peer("8B", half=True),
+    "8B, SuperOffload": _peer("8B", way="superoffload"),
+    "8B, ZenFlow": _peer("8B", way="zenflow"),
+    "8B, MegaTrain": _megatrain("8B"),
+    "8B, MegaTrain, 64 rows": _megatrain("8B", 64),
+    "14B, evener": _beside("14B", host=230),
+    "14B, evener, bf16 moments, no copy": _beside("14B", moments="bf16", master=False),
+    "14B, DeepSpeed, FP32 states": _peer("14B"),
+    "14B, DeepSpeed, all bf16": _peer("14B", half=True),
+    "14B, SuperOffload": _peer("14B", way="superoffload"),
+    "14B, MegaTrain": _megatrain("14B"),
     "FSDP2 CPU offload": peer(peers.fsdp, prefetch=False),
     "DeepSpeed ZeRO-3 offload": peer(peers.deepspeed),
     "largest of DeepSpeed, pinned": lambda *_: peer(peers.deepspeed)(26, 3840, 1, 2),

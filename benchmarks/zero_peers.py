@@ -1,5 +1,5 @@
 """The peers of the memory engine: the model resident on the GPU, FSDP2 with CPU offload, DeepSpeed
-ZeRO-3 with CPU offload.
+ZeRO-3 with CPU offload, MegaTrain.
 
 The peers are tuned: pinned memory, communication and copies that overlap, blocks recomputed,
 DeepSpeed's own CPU Adam, torch's fused CPU AdamW.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from zero_models import HYPER, place, timed
+from zero_models import HYPER, VOCABULARY, batch_of, place, timed, value_of
 
 
 @dataclass(frozen=True)
@@ -193,3 +193,49 @@ def compile_adam() -> None:
     from deepspeed.ops.op_builder import CPUAdamBuilder  # type: ignore[import-not-found]
 
     CPUAdamBuilder().load(verbose=False)
+
+
+class NoMask:
+    """Tokens that are all there. MegaTrain takes a mask to the GPU and gives it to each layer;
+    without one, attention takes torch's causal kernel."""
+
+    def to(self, _device: torch.device) -> None:
+        """No tensor."""
+
+
+def megatrain(layers: int, width: int, rows: int, steps: int, length: int = 1024) -> dict[str, Any]:
+    """MegaTrain, whose checkout is on PYTHONPATH, at its defaults: weights and gradients in BF16,
+    FP32 moments on the host, DeepSpeed's CPU Adam, every fourth layer's input kept. Its models are
+    those of transformers, so this is a Llama of the own one's size."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
+    from infinity import CPUMasterConfig, CPUMasterModel  # type: ignore[import-not-found]
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=-(-8 * width // 3 // 256) * 256,
+        num_hidden_layers=layers, num_attention_heads=width // 128, head_dim=128,
+        num_key_value_heads=width // 128, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(shape).bfloat16()
+    model.model.rotary_emb = type(model.model.rotary_emb)(shape)
+    filled(model, value_of, torch.bfloat16, "cpu")
+    own = {"attn_implementation": "sdpa", "dataset_path": "none", "enable_timing": False}
+    master = CPUMasterModel(model, CPUMasterConfig(max_seq_len=length, batch_size=rows, **own))
+    del model
+    parameters = master.get_parameters()
+    optimizer = DeepSpeedCPUAdam(parameters, lr=HYPER["lr"], weight_decay=HYPER["weight_decay"])
+    tokens = batch_of(rows, length).cpu()
+
+    def step() -> torch.Tensor:
+        loss, _, _ = master.forward_and_backward(tokens, NoMask(), tokens)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        master._sync_params_to_gpu()
+        master.zero_grad()
+        optimizer.zero_grad()
+        return torch.tensor(loss)
+
+    found = timed(step, tokens.numel(), steps)
+    master.cleanup()
+    return {**found, "parameters": sum(p.numel() for p in parameters)}

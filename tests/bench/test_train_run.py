@@ -130,17 +130,20 @@ def test_a_lab_makes_the_network_cost_what_it_carries(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     shown = evener(
         *QUICK, "--model", "mlp-wide", "--lab", "2x1@1gbit", "--rows", "all",
-        "--columns", "ddp,fp16", "--json", str(path),
+        "--columns", "ddp,fp16,horovod-topk", "--json", str(path),
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
     taken = Results.from_json(json.loads(path.read_text()))
     assert taken.complete and taken.cluster["kind"] == "lab"
-    ddp, fp16 = taken.runs
+    ddp, fp16, topk = taken.runs
     size = taken.settings["gradient_bytes"]
     # Between two nodes an all-reduce sends what it reduces once; headers come on top.
     assert ddp.sent_bytes_per_step is not None and fp16.sent_bytes_per_step is not None
     assert size <= ddp.sent_bytes_per_step < 1.2 * size
     assert size / 2 <= fp16.sent_bytes_per_step < 1.2 * size / 2
+    # What top-k has not sent yet is counted, through Horovod's optimizer too.
+    assert topk.sent_bytes_per_step is not None and topk.sent_bytes_per_step < 0.1 * size
+    assert topk.later is not None and topk.later < 0.1
 
 
 def test_where_no_lab_can_be_built_it_says_so(

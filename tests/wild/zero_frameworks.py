@@ -38,17 +38,18 @@ def settings(gpu: str = "900KB") -> dict[str, Any]:
     }
 
 
-def llama(width: int = 32) -> Any:
+def llama(**sizes: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    width = sizes.get("hidden_size", 32)
+    small = {
+        "vocab_size": WORDS, "hidden_size": width, "intermediate_size": 2 * width,
+        "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
     torch.manual_seed(0)
     return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=WORDS, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3,
-            num_attention_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
-            eos_token_id=2,
-        )
-    )  # fmt: skip
+        LlamaConfig(**small | sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    )
 
 
 def lora(model: Any) -> Any:
@@ -73,7 +74,7 @@ def qlora() -> Any:
         bnb_4bit_compute_dtype=torch.float32,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        llama(width=64).save_pretrained(folder)
+        llama(hidden_size=64).save_pretrained(folder)
         model = LlamaForCausalLM.from_pretrained(
             folder, quantization_config=quantized, device_map={"": "cpu"}
         )

@@ -267,6 +267,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._arrivals, self._came = Arrivals(reduced, self), []
 
     @property
+    def evener(self) -> Reducer | UserCompression | None:
+        """What reduces the gradients, from the first step on; as the models of `accelerate` have
+        it."""
+        return self._reducer
+
+    @property
     def _handles(self) -> dict[torch.Tensor, tuple[Any, Any]]:
         """Parameters whose gradients came in this step; upstream's keeps their handles there."""
         waits = self._reducer or self._arrivals

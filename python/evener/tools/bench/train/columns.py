@@ -136,6 +136,15 @@ COLUMNS: dict[str, Column] = {
             "horovod",
             evener=True,
         ),
+        Column(
+            "horovod-topk",
+            "Evener Horovod top-k",
+            "as horovod, with LIGHT_2D_ALLREDUCE=1 and LIGHT_TOPK_ALLREDUCE=1",
+            "horovod",
+            env={"LIGHT_2D_ALLREDUCE": "1", "LIGHT_TOPK_ALLREDUCE": "1"},
+            tolerance=forms.described("topk").first_update,
+            evener=True,
+        ),
         Column("ddp-fp16", "DDP + fp16", "DDP with its own fp16_compress_hook", "hook:fp16"),
         Column("ddp-bf16", "DDP + bf16", "DDP with its own bf16_compress_hook", "hook:bf16"),
         Column(

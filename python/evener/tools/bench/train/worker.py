@@ -339,7 +339,7 @@ class _Run:
     def _owed(self) -> dict[int, torch.Tensor]:
         """By the parameter's id what Evener has not sent yet. Collective over the group."""
         self._wait_for_device()
-        reducer = getattr(self.model, "evener", None)
+        reducer = getattr(self.model, "evener", None) or getattr(self.optimizer, "evener", None)
         if reducer is None:
             return {}
         state = reducer.state_dict()
