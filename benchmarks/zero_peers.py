@@ -224,7 +224,7 @@ def megatrain(layers: int, width: int, rows: int, steps: int, length: int = 1024
     master = CPUMasterModel(model, CPUMasterConfig(max_seq_len=length, batch_size=rows, **own))
     del model
     parameters = master.get_parameters()
-    optimizer = DeepSpeedCPUAdam(parameters, lr=HYPER["lr"], weight_decay=HYPER["weight_decay"])
+    optimizer = DeepSpeedCPUAdam(parameters, lr=1e-6, weight_decay=HYPER["weight_decay"])
     tokens = batch_of(rows, length).cpu()
 
     def step() -> torch.Tensor:

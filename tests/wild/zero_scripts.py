@@ -95,9 +95,9 @@ def make(folder: Path, gpu: bool) -> None:
         for split in ("train", "test"):
             lines = "".join(f"{json.dumps(row(script))}\n" for _ in range(32))
             (folder / script / f"{split}.jsonl").write_text(lines)
-    config = settings("8GB" if gpu else "8MB")
+    config = settings("8MB")
     if gpu:
-        config["evener"] = {"device": "cuda", "budget": {"gpu": "8GB", "host": "60GB"}}
+        config["evener"] = {"device": "cuda", "budget": {"gpu": "10GB", "host": "60GB"}}
     (folder / "ds_config.json").write_text(json.dumps(config))
 
 

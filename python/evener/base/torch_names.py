@@ -15,6 +15,7 @@ takes a second that only pipelines need.
 | c10d: `_create_work_from_future` | private | private | in its stubs |
 | `clip_grad._get_total_norm` | private | private | private |
 | `torch.optim._muon.muon`, of lists | private | private | private |
+| `FakeTensorMode._allow_unsafe_data_ptr_access` | private | private | private |
 """
 
 from __future__ import annotations
@@ -50,6 +51,13 @@ def say_untried(logger: logging.Logger) -> None:
             "not tried with torch %s (tried: %d.%d to %d.%d)", torch.__version__, a, b, c, d
         )
     _said = True
+
+
+def without_addresses(mode: Any) -> Any:
+    """A FakeTensorMode whose tensors raise where their address is asked for. It is 0, and a kernel
+    that is given it ends the process on a CPU, and the device's context on a GPU."""
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
 
 
 def fsdp_group(state: Any, name: str) -> Any:

@@ -62,6 +62,8 @@ class Answers(TorchDispatchMode):
         """Exact answers, by what asked."""
         self.drawn: Counter[str] = Counter()
         """Drawn ones."""
+        self.kernels: Counter[str] = Counter()
+        """Kernels of Triton that were passed over: their time is not known."""
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Values of an input, where it is small enough and has any; else it has none."""
@@ -83,6 +85,8 @@ class Answers(TorchDispatchMode):
             words.append(f"values of the example were asked for ({named(self.given)})")
         if self.drawn:
             words.append(f"values of activations were drawn ({named(self.drawn)})")
+        if self.kernels:
+            words.append(f"kernels of Triton count no time ({named(self.kernels)})")
         return "; ".join(words)
 
     def values(self, tensor: torch.Tensor, who: str) -> torch.Tensor | None:
@@ -93,6 +97,12 @@ class Answers(TorchDispatchMode):
         if found is not None:
             self._count(found.exact, who)
         return None if found is None else found.value
+
+    def launched(self, kernel: str, given: list[torch.Tensor]) -> None:
+        """A kernel that was passed over may have written to any of these."""
+        self.kernels[kernel] += 1
+        for tensor in given:
+            self._no_longer(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -298,9 +308,12 @@ class Answers(TorchDispatchMode):
                 continue
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for tensor in tensors(value):
-                found = getattr(tensor, "_evener_shadow", None)
-                if found is not None:
-                    self._spoilt[found.value.untyped_storage()._cdata] = found.value
+                self._no_longer(tensor)
+
+    def _no_longer(self, tensor: torch.Tensor) -> None:
+        found = getattr(tensor, "_evener_shadow", None)
+        if found is not None:
+            self._spoilt[found.value.untyped_storage()._cdata] = found.value
 
 
 class Readers(TorchFunctionMode):

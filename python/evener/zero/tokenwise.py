@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from evener.zero import launches
 from evener.zero.untouched import Attributes, kept_graphs
 
 SHAPES = ((1, 4), (3, 2), (1, 1 << 20), (2, 1 << 12))
@@ -173,7 +174,7 @@ def hooked(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _without_memory(module: nn.Module, training: bool) -> Iterator[None]:
-    """Inside, parameters and buffers are on the meta device."""
+    """Inside, parameters and buffers are on the meta device, and a kernel of Triton's mixes."""
     modes = [(inner, inner.training) for inner in module.modules()]
     held: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (given, given.copy())
@@ -190,12 +191,17 @@ def _without_memory(module: nn.Module, training: bool) -> Iterator[None]:
                     made[id(old)] = torch.empty(old.shape, dtype=old.dtype, device="meta")
                 if old is not None:
                     places[name] = made[id(old)]
-        yield
+        with launches.seen(_mixes):
+            yield
     finally:
         for places, before in held:
             places.update(before)
         for inner, was in modes:
             inner.training = was
+
+
+def _mixes(kernel: str, _given: list[torch.Tensor]) -> None:
+    raise MixesError(kernel)
 
 
 def width_of(module: nn.Module) -> int:

@@ -27,7 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
+from evener.base import torch_names
 from evener.errors import EvenerError
+from evener.zero import launches
 from evener.zero.answers import Answers, Readers
 from evener.zero.device import SimulatedDevice
 from evener.zero.loss import cross_entropy
@@ -274,7 +276,7 @@ def _run(
     meter = Meter(ledger, count_work=True, cores=cores)
     meter.events = []
     recorder = _Recorder(ledger, meter.events, dtype.itemsize)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = torch_names.without_addresses(FakeTensorMode(allow_non_fake_inputs=True))
     strays: set[str] = set()
     with (
         random_kept(),
@@ -306,6 +308,10 @@ def _run(
                         strays.add(place[1])
 
         meter.seen = seen
+
+        def launched(kernel: str, given: list[torch.Tensor]) -> None:
+            seen(given, {})
+            answers.launched(kernel, given)
 
         def fake(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -341,6 +347,7 @@ def _run(
                 answers,
                 Readers(answers),
                 as_real(),
+                launches.seen(launched),
             ):
                 inputs, named = tree_map(fake, (list(args), dict(kwargs)))
                 recorder.moment("other")
