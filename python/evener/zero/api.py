@@ -169,7 +169,8 @@ def plans(
 def _tiles(model: nn.Module, config: Config) -> Tiles:
     """Attention runs in parts too, but for blocks that are compiled as a whole, or that swap tokens
     for heads with other ranks."""
-    return Tiles(blocks(model), attention=config.sequence == 1 and not config.compile)
+    apart = config.sequence == 1 and not config.compile
+    return Tiles(blocks(model), model.modules(), attention=apart)
 
 
 @contextlib.contextmanager

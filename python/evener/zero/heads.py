@@ -9,9 +9,9 @@ tile by tile back from the result to attention; back through attention by heads,
 takes the place of what it is of; and back through the tiles up to attention.
 
 Heads do not see each other, so each has the bits that it has in the whole. Gradients of weights are
-summed over tiles in float32 and rounded once. That of the input is that of either side of attention,
-added in its dtype, as autograd adds. So results are those of the whole block to the rounding of
-sums, as with `sequence`.
+summed over tiles in float32 and rounded once. That of the input is the sum of what comes from
+behind attention and from before it, in its dtype, as autograd adds. So results are those of the
+whole block to the rounding of sums, as with `sequence`.
 
 It costs the layers up to attention once more in the forward pass, and twice in the backward pass.
 So it is done where a block is recomputed, which is where memory is short.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,7 @@ from torch.nn import functional
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from evener.zero import apart, tokenwise
+from evener.zero.activations import later
 from evener.zero.apart import Attention, Call, How
 
 PARTS = 8
@@ -54,6 +56,12 @@ def recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
             _recomputed.pop()
 
     return run
+
+
+def in_parts(module: nn.Module) -> bool:
+    """Whether a block ran in parts, the last time that one looked."""
+    block = getattr(module.forward, "part", None)
+    return isinstance(block, Block) and any(block.known.values())
 
 
 class _Stop(BaseException):
@@ -199,8 +207,9 @@ class _Parts:
         """Query, key and value of a tile, whose input is `x`."""
         found: list[torch.Tensor] = []
 
-        def reached(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
-            found.extend((query, key, value))
+        def reached(*given: Any, **named: Any) -> Any:
+            names = ("query", "key", "value")
+            found.extend({**dict(zip(names, given, strict=False)), **named}[n] for n in names)
             raise _Stop
 
         args, kwargs = call.part(begin, end, x)
@@ -227,10 +236,10 @@ class _Parts:
         mask = None if how.mask is None else call.leaves[how.mask]
         if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
             mask = mask[..., group.mine, :, :]
+        query, key, value = group.given
         return functional.scaled_dot_product_attention(
-            *group.given, attn_mask=mask, is_causal=how.causal, scale=how.scale,
-            enable_gqa=how.grouped,
-        )  # fmt: skip
+            query, key, value, mask, is_causal=how.causal, scale=how.scale, enable_gqa=how.grouped
+        )
 
     def _groups(self, call: Call) -> list[_Group]:
         """All tokens' queries, keys and values. Without a graph."""
@@ -239,7 +248,7 @@ class _Parts:
         ends = [pairs * n // count for n in range(count + 1)]
         groups = [
             _Group(slice(a * times, b * times), slice(a, b), [])
-            for a, b in zip(ends, ends[1:], strict=False)
+            for a, b in itertools.pairwise(ends)
         ]
         x = call.x
         with torch.no_grad():
@@ -284,8 +293,10 @@ class _Parts:
         gradient: torch.Tensor,
         wanted: list[torch.Tensor],
         into: bool,
+        ready: Callable[[], None],
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """Gradients of the input (if `into`) and of the weights in `wanted`."""
+        """Gradients of the input (if `into`) and of the weights in `wanted`. `ready`: is called
+        when attention's memory is free."""
         call = self._call(given)
         x, groups = call.x, self._groups(call)
         for group in groups:
@@ -314,6 +325,7 @@ class _Parts:
             back, group.out, three = group.out, None, group.given
             group.given = list(torch.autograd.grad(back, three, outs.pop()))
             del back, three
+        ready()
         for begin, end in self._block.tiles(x):
             tile = x[:, begin:end].detach().requires_grad_(into)
             with torch.enable_grad():
@@ -403,12 +415,14 @@ class _Run(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        given = list((ctx.held or ctx).saved_tensors)
         on, dtype, kind = ctx.casting
         needed = ctx.needs_input_grad[2 + ctx.count :]
         wanted = [w for w, need in zip(ctx.weights, needed, strict=True) if need]
-        with torch.autocast(kind, dtype=dtype, enabled=on):
-            into, found = ctx.parts.backward(given, gradient, wanted, ctx.needs_input_grad[2])
+        with later() as ready, torch.autocast(kind, dtype=dtype, enabled=on):
+            given = list((ctx.held or ctx).saved_tensors)
+            into, found = ctx.parts.backward(
+                given, gradient, wanted, ctx.needs_input_grad[2], ready
+            )
         each = iter(found)
         none = (None,) * (ctx.count - 1)
         return None, None, into, *none, *(next(each) if need else None for need in needed)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,23 +68,35 @@ def spans(x: torch.Tensor, count: int, rows: int, least: int = 1) -> Iterator[tu
 
 
 class Tiles:
-    """Runs the token-wise parts of a model's `blocks` in tiles until `close`. attention: blocks
-    that are recomputed run in parts as a whole where they can (`heads`)."""
+    """Runs the token-wise parts of a model's `blocks` in tiles until `close`, and of `others` those
+    that have no matrix: norms. attention: blocks that are recomputed run in parts as a whole where
+    they can (`heads`)."""
 
-    def __init__(self, blocks: list[nn.Module], attention: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        others: Iterable[nn.Module] = (),
+        attention: bool = True,
+    ) -> None:
         self.parts: list[Part] = []
         self.blocks: list[heads.Block] = []
         known: dict[Any, int] = {}
         for block in blocks:
             self._find(block, known)
+        inside = {id(module) for block in blocks for module in block.modules()}
+        for other in others:
+            if id(other) not in inside and all(p.dim() < 2 for p in other.parameters()):
+                self._find(other, known)
         whole = {id(part.module) for part in self.parts}
         for block in blocks if attention else []:
             widths = [p.shape[-1] for p in block.parameters() if p.dim()]
             if id(block) not in whole and widths:
                 width = max(set(widths), key=widths.count)
                 self.blocks.append(heads.Block(block, max(ROWS, width), spans))
-        for part in (*self.parts, *self.blocks):
+        for part in self.parts:
             part.begin()
+        for each in self.blocks:
+            each.begin()
 
     def _find(self, module: nn.Module, known: dict[Any, int]) -> None:
         """The outermost parts."""
@@ -103,8 +115,10 @@ class Tiles:
 
     def close(self) -> None:
         """The parts' own forward passes again."""
-        for part in (*self.parts, *self.blocks):
+        for part in self.parts:
             part.end()
+        for each in self.blocks:
+            each.end()
 
 
 class Part:
