@@ -82,6 +82,12 @@ class _Group:
         """The heads of the query (0), or of keys and values."""
         return self.pairs if n else self.mine
 
+    def back(self, gradient: torch.Tensor) -> None:
+        """Through attention: gradients take the places of query, key and value."""
+        assert self.out is not None
+        out, self.out, given = self.out, None, self.given
+        self.given = list(torch.autograd.grad(out, given, gradient))
+
 
 class _Sums:
     """Gradients of weights over tiles."""
@@ -322,9 +328,7 @@ class _Parts:
             del back, own, tile, attended
         outs.reverse()
         for group in groups:
-            back, group.out, three = group.out, None, group.given
-            group.given = list(torch.autograd.grad(back, three, outs.pop()))
-            del back, three
+            group.back(outs.pop())
         ready()
         for begin, end in self._block.tiles(x):
             tile = x[:, begin:end].detach().requires_grad_(into)

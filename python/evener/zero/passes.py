@@ -297,7 +297,8 @@ class Passes:
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         chunk, place, live = self._home[parameter]
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:  # of a block in parts that did not use it
+            return
         self._gradients.add(chunk, place, gradient)
         self._maybe_done(live)
 
