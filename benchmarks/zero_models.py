@@ -39,37 +39,45 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm Llama block (no rotary embedding: it changes neither memory nor time much)."""
+    """A pre-norm Llama block (no rotary embedding: it changes neither memory nor time much).
+    `pairs`: heads of keys and values."""
 
-    def __init__(self, width: int, heads: int, inner: int) -> None:
+    def __init__(self, width: int, heads: int, inner: int, pairs: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.pairs = heads, pairs
         self.norm1 = nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.qkv = nn.Linear(width, width + 2 * pairs * (width // heads), bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.norm2 = nn.RMSNorm(width)
         self.mlp = Mlp(width, inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        every = self.heads + 2 * self.pairs
+        qkv = self.qkv(self.norm1(x)).view(rows, length, every, width // self.heads)
+        q, k, v = qkv.transpose(1, 2).split([self.heads, self.pairs, self.pairs], 1)
+        a = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.heads != self.pairs
+        )
         x = x + self.out(a.transpose(1, 2).reshape(rows, length, width))
         out: torch.Tensor = x + self.mlp(self.norm2(x))
         return out
 
 
 class Llama(nn.Module):
-    """`recompute`: checkpoint each block (the engine does it by itself)."""
+    """`recompute`: checkpoint each block (the engine does it by itself). `shared`: heads of queries
+    to each of keys and values. `inner`: width of the MLP; 0: 8/3 of the model's."""
 
-    def __init__(self, layers: int, width: int, recompute: bool) -> None:
+    def __init__(
+        self, layers: int, width: int, recompute: bool, shared: int = 1, inner: int = 0
+    ) -> None:
         super().__init__()
         self.recompute = recompute
         self.embed = nn.Embedding(VOCABULARY, width)
-        inner = -(-8 * width // 3 // 256) * 256
+        inner = inner or -(-8 * width // 3 // 256) * 256
+        heads = max(1, width // 128)
         self.layers = nn.ModuleList(
-            Block(width, max(1, width // 128), inner) for _ in range(layers)
+            Block(width, heads, inner, heads // shared) for _ in range(layers)
         )
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
@@ -82,11 +90,11 @@ class Llama(nn.Module):
         return out
 
 
-def on_meta(layers: int, width: int, recompute: bool = False) -> Llama:
+def on_meta(layers: int, width: int, recompute: bool = False, **shape: int) -> Llama:
     """The model without memory: its values come from `value_of`, so that no variant waits minutes
     for one core to draw random numbers."""
     with torch.device("meta"):
-        return Llama(layers, width, recompute)
+        return Llama(layers, width, recompute, **shape)
 
 
 def place() -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,26 @@ logger = logging.getLogger("evener.zero")
 
 SMALL = 1 << 20
 """Bytes below which a tensor is not worth a copy."""
+
+_waiting: list[list[Callable[[], None]]] = []
+
+
+@contextlib.contextmanager
+def later() -> Iterator[Callable[[], None]]:
+    """Inside, what is saved is fetched without what comes next: a block that needs much memory at
+    first calls what this gives when it has room for that."""
+    held: list[Callable[[], None]] = []
+
+    def now() -> None:
+        while held:
+            held.pop()()
+
+    _waiting.append(held)
+    try:
+        yield now
+        now()
+    finally:
+        _waiting.remove(held)
 
 
 @dataclass(eq=False)
@@ -151,6 +172,8 @@ class Offload:
     def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
+        while self._leaving:  # the last ones of the forward pass
+            self._leaving.pop(0)[0].synchronize()
         if saved.back is None:
             self._fetch(saved)
         back, ready = saved.back, saved.ready
@@ -158,9 +181,16 @@ class Offload:
         self.device.wait("compute", ready)
         if not saved.asked:
             saved.asked = True
-            while self._order:
-                last = self._order.pop()()
-                if last is not None and last.back is None:
-                    self._fetch(last)  # the block before: it is asked for next
-                    break
+            if _waiting:
+                _waiting[-1].append(self._ahead)
+            else:
+                self._ahead()
         return back
+
+    def _ahead(self) -> None:
+        """Fetch for the block before: it is asked for next."""
+        while self._order:
+            last = self._order.pop()()
+            if last is not None and last.back is None:
+                self._fetch(last)
+                break

@@ -166,6 +166,13 @@ def plans(
     return found
 
 
+def _tiles(model: nn.Module, config: Config) -> Tiles:
+    """Attention runs in parts too, but for blocks that are compiled as a whole, or that swap tokens
+    for heads with other ranks."""
+    apart = config.sequence == 1 and not config.compile
+    return Tiles(blocks(model), model.modules(), attention=apart)
+
+
 @contextlib.contextmanager
 def _ready(model: nn.Module, config: Config) -> Iterator[Head | None]:
     """The model as the engine has it, for a trace: without a cache, with stand-ins for 4-bit
@@ -174,7 +181,7 @@ def _ready(model: nn.Module, config: Config) -> Iterator[Head | None]:
         stack.callback(without_cache(model))
         stack.callback(packed.take(model, config.dtype))
         if config.tiles:
-            stack.callback(Tiles(blocks(model)).close)
+            stack.callback(_tiles(model, config).close)
         if config.sequence > 1:
             stack.callback(Split(model, config.sequence).close)
         head = _head(model, config)
@@ -392,7 +399,7 @@ def initialize(
             split = Split(model, settings.sequence)
             stack.callback(split.close)
         if settings.tiles:
-            tiles = Tiles(blocks(model))
+            tiles = _tiles(model, settings)
             stack.callback(tiles.close)
             if not tiles.parts:
                 logger.warning(

@@ -30,6 +30,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from evener.zero import heads
 from evener.zero.activations import Offload
 from evener.zero.chunk import Chunk
 from evener.zero.gradients import Gradients
@@ -249,7 +250,7 @@ class Passes:
                     args, kwargs = whole((args, kwargs))
                 with self.offload.hooks() if self.offload else contextlib.nullcontext():
                     out = checkpoint(
-                        body,
+                        heads.recomputed(body),
                         *args,
                         use_reentrant=False,
                         preserve_rng_state=not self._tracing,
@@ -296,7 +297,8 @@ class Passes:
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         chunk, place, live = self._home[parameter]
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:  # of a block in parts that did not use it
+            return
         self._gradients.add(chunk, place, gradient)
         self._maybe_done(live)
 

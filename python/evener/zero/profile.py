@@ -83,6 +83,8 @@ class Profile:
     rows: int = 1
     inputs: dict[int, int] = field(default_factory=dict)
     """Bytes that a recomputed unit keeps until the backward pass, by unit."""
+    late: frozenset[int] = frozenset()
+    """Units that fetch the next one's input from the host when most of their memory is free."""
     calls: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
     """What each unit was called with, as `rehearsal.specs` gives it."""
     rehearsed: tuple[Rehearsed, ...] = ()
@@ -239,7 +241,8 @@ def _play(
     out = outgoing(depth, max((c.gradient for c in chunks if c.leaves or shared), default=0))
     order = [m.index for m in plain if m.kind == "enter"]
     inputs = {unit: profile.inputs.get(unit, 0) for unit in recompute} if offload else {}
-    keep = offload * max(inputs.values(), default=0)
+    largest = max(inputs.values(), default=0)
+    keep = offload * largest
     place, loaded, weights, most = 0, set[int](), 0, 0
 
     def flat(chunk: Held) -> tuple[int, int]:
@@ -272,8 +275,9 @@ def _play(
                         weights += chunks[each].weights
                         pool.take(each, chunks[each].weights)
             most = max(most, weights)
-            if inside in waiting:
+            if inside in waiting:  # the backward pass: the next one comes, and no more
                 waiting.pop(inside)
+                keep = 0 if inside in profile.late else largest
             elif inside in inputs:
                 waiting[inside] = inputs[inside]
         elif moment.kind == "leave":

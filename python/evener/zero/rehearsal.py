@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from evener.zero import heads
 from evener.zero.meter import Ledger, Meter
 from evener.zero.profile import Rehearsed, Work
 from evener.zero.sequence import Part
@@ -126,7 +127,7 @@ def _copied(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.M
 
     def copy(old: nn.Module) -> nn.Module:
         brought = vars(old).get("forward")
-        part: Part | None = getattr(brought, "part", None)
+        part: Part | heads.Block | None = getattr(brought, "part", None)
         bound = getattr(brought, "__func__", None) is type(old).forward
         if brought is not None and part is None and not bound:
             raise TypeError("its forward pass is an attribute of the instance")
@@ -149,7 +150,7 @@ def _copied(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.M
             name: None if m is None else copy(m) for name, m in old._modules.items()
         }
         if part is not None:
-            Part(made, part.width).begin()
+            part.like(made).begin()
         return made
 
     return copy(module)
@@ -172,7 +173,9 @@ class _Rehearsal:
         """As the engine runs it."""
         if not recompute:
             return self.module(*self.args, **self.kwargs)
-        return checkpoint(self.module, *self.args, use_reentrant=False, **self.kwargs)
+        return checkpoint(
+            heads.recomputed(self.module), *self.args, use_reentrant=False, **self.kwargs
+        )
 
     def backward(self, out: Any) -> None:
         """Its backward pass, and the gradients in one flat tensor with their norms."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from evener.zero import tokenwise
+from evener.zero import apart, heads, tokenwise
 
 ROWS = 1024
 """Tokens of a tile at least; a wide part has as many as it is wide, which keeps a GPU busy."""
@@ -49,16 +49,54 @@ def counted(repeated: Repeated) -> Iterator[None]:
         _counting.pop()
 
 
-class Tiles:
-    """Runs the token-wise parts of a model's `blocks` in tiles until `close`."""
+def spans(x: torch.Tensor, count: int, rows: int, least: int = 1) -> Iterator[tuple[int, int]]:
+    """Tiles of `rows` of `count`: from, to. The last has `least` at least. In a trace, with a fake
+    `x`, one stands for all that are equal."""
+    rest = count % rows
+    if 0 < rest < least <= rows < count:
+        rest += rows
+    full = (count - rest) // rows
+    for number in range(full):
+        at = number * rows, (number + 1) * rows
+        if number == 1 and _counting and isinstance(x, FakeTensor):
+            with _counting[-1](full - 1):
+                yield at
+            break
+        yield at
+    if rest:
+        yield count - rest, count
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
+
+class Tiles:
+    """Runs the token-wise parts of a model's `blocks` in tiles until `close`, and of `others` those
+    that have no matrix: norms. attention: blocks that are recomputed run in parts as a whole where
+    they can (`heads`)."""
+
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        others: Iterable[nn.Module] = (),
+        attention: bool = True,
+    ) -> None:
         self.parts: list[Part] = []
+        self.blocks: list[heads.Block] = []
         known: dict[Any, int] = {}
         for block in blocks:
             self._find(block, known)
+        inside = {id(module) for block in blocks for module in block.modules()}
+        for other in others:
+            if id(other) not in inside and all(p.dim() < 2 for p in other.parameters()):
+                self._find(other, known)
+        whole = {id(part.module) for part in self.parts}
+        for block in blocks if attention else []:
+            widths = [p.shape[-1] for p in block.parameters() if p.dim()]
+            if id(block) not in whole and widths:
+                width = max(set(widths), key=widths.count)
+                self.blocks.append(heads.Block(block, max(ROWS, width), spans))
         for part in self.parts:
             part.begin()
+        for each in self.blocks:
+            each.begin()
 
     def _find(self, module: nn.Module, known: dict[Any, int]) -> None:
         """The outermost parts."""
@@ -79,6 +117,8 @@ class Tiles:
         """The parts' own forward passes again."""
         for part in self.parts:
             part.end()
+        for each in self.blocks:
+            each.end()
 
 
 class Part:
@@ -90,6 +130,10 @@ class Part:
         self._instance = "forward" in vars(module)
         self._before = module.forward
         self.inner: Callable[[torch.Tensor], torch.Tensor] = module.forward
+
+    def like(self, module: nn.Module) -> Part:
+        """The same of a copy of the module."""
+        return Part(module, self.width)
 
     def begin(self) -> None:
         """Stand in for the module's forward."""
@@ -116,6 +160,7 @@ class Part:
             and x.dim() == 3
             and x.shape[-1] == self.width
             and x.shape[0] * x.shape[1] > self.rows
+            and not apart.looking()
             and not tokenwise.hooked(self.module)
         )
 
@@ -128,18 +173,8 @@ class Part:
         return found
 
     def spans(self, x: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """The tiles of `x`: from, to. In a trace, one stands for all that are equal."""
-        count = x.shape[0] * x.shape[1]
-        full = count // self.rows
-        for number in range(full):
-            at = number * self.rows, (number + 1) * self.rows
-            if number == 1 and _counting and isinstance(x, FakeTensor):
-                with _counting[-1](full - 1):
-                    yield at
-                break
-            yield at
-        if count % self.rows:
-            yield full * self.rows, count
+        """The tiles of `x`: from, to."""
+        return spans(x, x.shape[0] * x.shape[1], self.rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """All tiles, without a graph. `x`: [batch, tokens, width]."""

@@ -173,7 +173,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _without_memory(module: nn.Module, training: bool) -> Iterator[None]:
+def without_memory(module: nn.Module, training: bool) -> Iterator[None]:
     """Inside, parameters and buffers are on the meta device, and a kernel of Triton's mixes."""
     modes = [(inner, inner.training) for inner in module.modules()]
     held: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -227,7 +227,7 @@ def _tried(module: nn.Module, width: int, dtype: torch.dtype) -> float:
             before = Attributes(module.modules())
             kept = [vars(inner).copy() for inner in module.modules()]
             try:
-                with _without_memory(module, training), torch.no_grad():
+                with without_memory(module, training), torch.no_grad():
                     x = torch.empty(batch, length, width, dtype=dtype, device="meta")
                     rows = Rows(batch * length)
                     rows.know(x)

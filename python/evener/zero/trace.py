@@ -32,6 +32,7 @@ from evener.errors import EvenerError
 from evener.zero import launches
 from evener.zero.answers import Answers, Readers
 from evener.zero.device import SimulatedDevice
+from evener.zero.heads import in_parts
 from evener.zero.loss import cross_entropy
 from evener.zero.meter import Ledger, Meter, tensors
 from evener.zero.passes import Passes
@@ -219,6 +220,7 @@ def trace(
         strays=strays | more,
         rows=max((x.shape[0] for x in leaves if x.dim()), default=1),
         inputs=_inputs(again, repeated),
+        late=frozenset(n for n in repeated if in_parts(units[n].module)),
         calls=calls,
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         holes=(lost, also),
