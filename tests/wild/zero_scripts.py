@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -116,6 +117,8 @@ def run(
         "per_device_train_batch_size": 2, "learning_rate": 1e-3, "report_to": "none",
         "bf16": gpu,
     }  # fmt: skip
+    if gpu:
+        given["save_strategy"] = "no"  # gigabytes, which say nothing about the GPU
     if resume:
         given["resume_from_checkpoint"] = f"{out}/checkpoint-{STEPS // 2}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith("EVENER_")}
@@ -142,13 +145,15 @@ def run(
         raise RuntimeError(
             f"EVENER_ZERO={value}: {SAYS!r} was{'' if SAYS in said else ' not'} said"
         )
+    if gpu:
+        losses = [float(found) for found in re.findall(r"\{'loss': '?([-+.e\d]+)", said)]
+        return Ran(losses, {}, int(said.partition("gpu peak ")[2].split()[0]) / 1e6)
     from safetensors.torch import load_file
 
     state = json.loads((folder / out / f"checkpoint-{STEPS}/trainer_state.json").read_text())
     losses = [float(e[k]) for e in state["log_history"] for k in ("loss", "eval_loss") if k in e]
     saved = next(path for path in (folder / out).glob("*.safetensors"))
-    peak = int(said.partition("gpu peak ")[2].split()[0]) / 1e6 if gpu else usage.ru_maxrss / 1000
-    return Ran(losses, load_file(saved), peak)
+    return Ran(losses, load_file(saved), usage.ru_maxrss / 1000)
 
 
 def compared(name: str, folder: Path, gpu: bool) -> tuple[bool, str]:

@@ -217,3 +217,32 @@ def _ranks(rank: int, _size: int, folder: str) -> None:
 def test_ranks_whose_batches_differ_make_one_plan(tmp_path: Path) -> None:
     worlds.run([2], _ranks, str(tmp_path))
     assert Path(tmp_path, "0").read_text() == Path(tmp_path, "1").read_text()
+
+
+class Widened(nn.Module):
+    """Sums products of bfloat16 in float32, in place, as trl's loss does on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        with torch.no_grad():
+            acc = torch.zeros(WIDTH, WIDTH, device=x.device)
+            half = y[0].to(torch.bfloat16)
+            torch.addmm(acc, half.t(), half, out_dtype=torch.float32, out=acc)
+            more = torch.addmm(acc, half.t(), half, out_dtype=torch.float32)
+        out: torch.Tensor = y + (acc + more).sum()
+        return out
+
+
+def test_sums_in_a_wider_dtype_have_a_shape() -> None:
+    """And their products are counted."""
+    model = Widened()
+    units = cut(model, {}, small=100)
+    given = (torch.randn(1, 8, WIDTH),)
+    found, said = timed_trace(model, units, given, {}, device=CPU, dtype=torch.float32)
+    assert found is not None, said
+    flops = sum(work * count for work, _, count in found.forward)
+    assert flops >= 2 * (2 * WIDTH * 8 * WIDTH) + 2 * 8 * WIDTH * WIDTH

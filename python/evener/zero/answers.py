@@ -120,6 +120,9 @@ class Answers(TorchDispatchMode):
             return self._selected(*args)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped(*args[:3])
+        if func in _WIDER:
+            product = _WIDER[func](*args[1:4])
+            return kwargs.get("out", product)
         if func in _CTC:
             return _ctc(*args)
         if func in _CTC_BACKWARD:
@@ -358,6 +361,14 @@ _EMPTY = (
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 )
+_ATEN = torch.ops.aten
+# torch 2.11 knows no shapes of sums with a product in a wider dtype; of the product it does.
+_WIDER = {
+    _ATEN.addmm.dtype: _ATEN.mm.dtype,
+    _ATEN.addmm.dtype_out: _ATEN.mm.dtype,
+    _ATEN.baddbmm.dtype: _ATEN.bmm.dtype,
+    _ATEN.baddbmm.dtype_out: _ATEN.bmm.dtype,
+}
 _CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 _CTC_BACKWARD = (
     torch.ops.aten._ctc_loss_backward.default,
