@@ -61,7 +61,7 @@ class Ran:
 LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
          "num_attention_heads": 16, "max_position_embeddings": 1024}  # fmt: skip
 """With `--gpu`, beside rows of 32 times the words."""
-ROUNDED = 0.02
+ROUNDED = 0.05
 WATCHED = """
 import runpy, sys, torch
 module = sys.argv.pop(1)
