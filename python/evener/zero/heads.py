@@ -58,9 +58,9 @@ def recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def in_parts(module: nn.Module) -> bool:
+def in_parts(module: nn.Module | None) -> bool:
     """Whether a block ran in parts, the last time that one looked."""
-    block = getattr(module.forward, "part", None)
+    block = getattr(getattr(module, "forward", None), "part", None)
     return isinstance(block, Block) and any(block.known.values())
 
 
@@ -89,7 +89,7 @@ class _Group:
         self.given = list(torch.autograd.grad(out, given, gradient))
 
 
-class _Sums:
+class Sums:
     """Gradients of weights over tiles."""
 
     def __init__(self, wanted: list[torch.Tensor]) -> None:
@@ -311,20 +311,20 @@ class _Parts:
             with torch.enable_grad():
                 group.out = self._attend(call, group)
         found = torch.empty_like(x) if into else None
-        sums = _Sums(wanted)
+        sums = Sums(wanted)
         outs = [torch.empty_like(_out(group)) for group in groups]
         for begin, end in self._block.tiles(x):
             tile = x[:, begin:end].detach().requires_grad_(into)
             attended = _tile(groups, begin, end).requires_grad_()
             with torch.enable_grad():
                 out = self._after(call, begin, end, tile, attended)
-            back, own, each = _grad([out], tile, attended, wanted, [gradient[:, begin:end]])
+            back, own, of_weights = _grad([out], tile, attended, wanted, [gradient[:, begin:end]])
             del out
             for group, whole in zip(groups, outs, strict=True):
                 whole[:, :, begin:end] = 0 if back is None else back[:, group.mine]
             if found is not None:
                 found[:, begin:end] = 0 if own is None else own
-            sums.add(each)
+            sums.add(of_weights)
             del back, own, tile, attended
         outs.reverse()
         for group in groups:
@@ -338,10 +338,10 @@ class _Parts:
                 torch.cat([group.given[n][:, :, begin:end] for group in groups], 1)
                 for n in range(3)
             ]
-            _, own, each = _grad(three, tile, None, wanted, ends)
+            _, own, of_weights = _grad(three, tile, None, wanted, ends)
             if found is not None and own is not None:
                 found[:, begin:end] += own
-            sums.add(each)
+            sums.add(of_weights)
             del own, tile, three, ends
         return found, sums.rounded()
 

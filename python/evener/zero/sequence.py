@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -199,29 +198,22 @@ class Part:
         """Gradients of `x` (if `into`) and of the weights in `wanted`."""
         flat, given = x.reshape(1, -1, self.width), gradient.reshape(1, -1, gradient.shape[-1])
         found = torch.empty_like(flat) if into else None
-        sums: list[torch.Tensor | None] = [None] * len(wanted)
+        sums = heads.Sums(wanted)
         for begin, end in self.spans(x):
             tile = flat[:, begin:end].detach().requires_grad_(into)
             with torch.enable_grad():
                 out = self.inner(tile)
             inputs = [tile, *wanted] if into else wanted
-            each = deque(torch.autograd.grad(out, inputs, given[:, begin:end], allow_unused=True))
+            each: list[torch.Tensor | None] = list(
+                torch.autograd.grad(out, inputs, given[:, begin:end], allow_unused=True)
+            )
             del out
             if found is not None:
-                part = each.popleft()
+                part = each.pop(0)
                 found[:, begin:end] = 0 if part is None else part
-            for number in range(len(wanted)):
-                part, before = each.popleft(), sums[number]
-                if part is not None and before is None:
-                    sums[number] = part.to(torch.promote_types(part.dtype, torch.float32))
-                elif part is not None and before is not None:
-                    before.add_(part)
-                del part, before
-        for number, weight in enumerate(wanted):
-            total = sums[number]
-            sums[number] = None if total is None else total.to(weight.dtype)
-            del total
-        return None if found is None else found.view(x.shape), sums
+                del part
+            sums.add(each)
+        return None if found is None else found.view(x.shape), sums.rounded()
 
 
 class _Held(torch.autograd.Function):
