@@ -213,6 +213,8 @@ def check(program: dict[str, Any]) -> None:
             resident={f"blocks.{n}/0" for n in range(program["resident"])},
             machine=MACHINE,
         )
+    long = mock.patch.object(heads, "LONG", 1 if program["long"] else heads.LONG)
+    long.start()
     try:
         optimizer = torch.optim.SGD(plain.parameters(), 0.1)
         for batch, length in program["steps"]:
@@ -242,10 +244,11 @@ def check(program: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, plain.state_dict(), **CLOSE)
         forwards = (original for _, original, _ in engine._passes._wrapped)
         parts = [f.part for f in forwards if isinstance(getattr(f, "part", None), heads.Block)]
-        long = any(length > parts[0].rows for _, length in program["steps"])
-        if long and program["odd"] == "" and program["recompute"]:
+        parted = any(length > parts[0].rows for _, length in program["steps"])
+        if parted and program["odd"] == "" and program["recompute"]:
             assert all(any(part.known.values()) for part in parts), "a block runs whole"
     finally:
+        long.stop()
         engine.close()
 
 
@@ -268,6 +271,7 @@ PROGRAMS = st.fixed_dictionaries(
         "frozen": st.sampled_from(["", "", "block", "before", "behind"]),
         "inputs": st.booleans(),
         "rows": st.integers(8, 48),
+        "long": st.booleans(),
         "recompute": st.sampled_from([True, True, "offload", False]),
         "resident": st.integers(0, 2),
         "steps": st.lists(

@@ -82,9 +82,13 @@ def _both(block: Block, length: int = 3 * ROWS + 5, batch: int = 2) -> tuple[lis
 
 @pytest.mark.parametrize("pairs", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_in_parts_is_the_whole_one(pairs: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("long", [False, True])
+def test_a_block_in_parts_is_the_whole_one(
+    pairs: int, dtype: torch.dtype, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Result and the input's gradient are of the same kernels, of fewer rows. A weight's gradient
     is a sum over tokens, in another order."""
+    monkeypatch.setattr(heads, "LONG", 1 if long else heads.LONG)
     torch.manual_seed(pairs)
     mine, plain = _both(Block(pairs).to(dtype))
     close = 1e-6 if dtype == torch.float32 else 2**-8
@@ -136,9 +140,10 @@ def _peaks(length: int, attention: bool) -> tuple[int, int, int]:
     return forward, backward, sum(flops * count for (flops, _), count in meter.work.items())
 
 
-def test_the_peak_has_each_tensor_of_attention_once() -> None:
+def test_the_peak_has_each_tensor_of_attention_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per token, in widths: queries (1), keys and values (1/4 each), attention's result, its
-    gradient and the input's (1 each), and what a quarter of the heads takes at a time."""
+    gradient and the input's (1 each), and what half of the heads takes at a time. Of long
+    sequences the input's is not there then."""
     lengths = 16 * ROWS, 64 * ROWS
     tokens = lengths[1] - lengths[0]
     grown = {}
@@ -150,6 +155,9 @@ def test_the_peak_has_each_tensor_of_attention_once() -> None:
     assert grown[True][0] < 3.6  # result, attention's result, queries, keys, values
     assert 4.5 < grown[True][1] < 4.5 + 4 * 0.5
     assert grown[False][1] > 1.5 * grown[True][1]
+    monkeypatch.setattr(heads, "LONG", 1)
+    few, many = (_peaks(length, True)[1] for length in lengths)
+    assert grown[True][1] - (many - few) / tokens / WIDTH / 4 > 0.9
 
 
 def test_a_trace_counts_the_work_of_all_tiles() -> None:
