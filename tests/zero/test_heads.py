@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from evener import zero
-from evener.zero import activations, apart, heads, sequence
+from evener.zero import activations, apart, heads, rehearsal, sequence
 from evener.zero.activations import Offload
 from evener.zero.device import SimulatedDevice
 from evener.zero.host import HostMemory
@@ -278,3 +278,14 @@ def test_the_next_input_comes_when_a_block_has_room(monkeypatch: pytest.MonkeyPa
         assert torch.equal(saved[1].back, given[1])
     assert torch.equal(offload._unpack(saved[1]), given[1])
     assert torch.equal(saved[0].back, given[0])
+
+
+def test_a_copy_that_is_rehearsed_runs_in_parts_too() -> None:
+    block = Block()
+    tiles = sequence.Tiles([block])
+    made = rehearsal._copied(block, torch.device("cpu"), torch.float32)
+    x = torch.randn(1, 4 * ROWS, WIDTH)
+    _step(made, x, torch.ones_like(x))
+    assert heads.in_parts(made) and not heads.in_parts(block)
+    assert all(p.grad is None for p in block.parameters())
+    tiles.close()
