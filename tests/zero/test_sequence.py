@@ -204,11 +204,11 @@ def test_what_someone_listens_to_runs_whole() -> None:
 
 def test_norms_outside_of_blocks_run_in_tiles_too() -> None:
     model = Model()
-    model.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-    model.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU())
+    model.norms = nn.ModuleList([nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)])
+    model.head = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU())
     tiles = sequence.Tiles(list(model.blocks), model.modules())
     mine = [part.module for part in tiles.parts]
-    assert [each for each in mine if isinstance(each, nn.LayerNorm)][-3:] == [
+    assert [each for each in mine if isinstance(each, nn.RMSNorm)][-3:] == [
         *model.norms,
         model.head[0],
     ]
