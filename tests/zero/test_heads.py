@@ -4,6 +4,7 @@ whole, and which blocks stay whole. That results are the same: tests/twins/zero_
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from evener.zero.activations import Offload
 from evener.zero.device import SimulatedDevice
 from evener.zero.host import HostMemory
 from evener.zero.meter import Ledger, Meter
+from evener.zero.planner import HELD
+from evener.zero.profile import Moment, Profile, peaks
 from evener.zero.spans import Spans
 
 WIDTH, HEADS, PAIRS = 64, 8, 2
@@ -289,3 +292,37 @@ def test_a_copy_that_is_rehearsed_runs_in_parts_too() -> None:
     assert heads.in_parts(made) and not heads.in_parts(block)
     assert all(p.grad is None for p in block.parameters())
     tiles.close()
+
+
+def test_a_plan_counts_no_input_ahead_of_blocks_in_parts() -> None:
+    """It comes when attention's memory is free."""
+    blocks, length = 6, 16 * ROWS
+    whole = (Moment("enter", 0, 0, 0),)
+    size = length * WIDTH * 4
+    forward = [
+        moment
+        for n in range(blocks)
+        for moment in (
+            Moment("enter", n, n * size, n * size),
+            Moment("leave", n, (n + 1) * size, 0),
+        )
+    ]
+    backward = [
+        moment
+        for n in reversed(range(blocks))
+        for moment in (
+            Moment("enter", n, (n + 1) * size, (n + 1) * size + 5 * size),
+            Moment("leave", n, n * size, n * size),
+        )
+    ]
+    profile = Profile(
+        plain=whole,
+        recomputed=(*forward, *backward),
+        repeated=frozenset(range(blocks)),
+        inputs=dict.fromkeys(range(blocks), size),
+    )
+    every = profile.repeated
+    ahead = peaks(profile, [], recompute=every, depth=1, offload=HELD)[1]
+    late = dataclasses.replace(profile, late=every)
+    none = peaks(late, [], recompute=every, depth=1, offload=HELD)[1]
+    assert (ahead, none) == (7 * size, 6 * size)  # its own, five inside, and the one ahead
