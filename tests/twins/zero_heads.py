@@ -35,6 +35,7 @@ BEFORE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sums": lambda x: x.cumsum(1) * 0.3,
     "places": lambda x: x + torch.arange(x.shape[1], device=x.device).to(x.dtype)[:, None],
     "the token before": lambda x: torch.cat([x[:, :1], x[:, 1:] + 0.3 * x[:, :-1]], 1),
+    "softmax of tokens": lambda x: x + 9 * x.softmax(1),
     "a mean": lambda x: x - x.mean(1, keepdim=True),
     "by length": lambda x: x * (40.0 / x.shape[1]),
     "the first tokens": lambda x: torch.cat([2 * x[:, :20], x[:, 20:]], 1),
@@ -47,7 +48,7 @@ AFTER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 INSIDE = (
     "dropout", "no kernel", "twice", "keys are rolled", "a mask of its own", "heads as tokens",
-    "without heads", "noise",
+    "without heads", "noise", "a table", "keys are read otherwise",
 )  # fmt: skip
 ODD = (*BEFORE, *AFTER, *INSIDE)
 
@@ -69,6 +70,7 @@ class Block(nn.Module):
             self.value = nn.Linear(width, self.pairs * EACH, bias=False)
         self.out = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.table = nn.Parameter(torch.randn(128, width))
         self.mixed = nn.Parameter(torch.eye(self.heads))
 
     def three(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -86,6 +88,8 @@ class Block(nn.Module):
             q, k = (y * turns[0][:, None] + _half(y) * turns[1][:, None] for y in (q, k))
         if odd == "keys are rolled":
             k = k.roll(1, 2)
+        if odd == "keys are read otherwise":
+            k = k.reshape(*k.shape[:2], EACH, -1).transpose(2, 3)
         if odd == "a mask of its own":
             mask = torch.ones(x.shape[1], x.shape[1], device=x.device).tril(3).bool()
         gqa = self.heads != self.pairs
@@ -119,6 +123,8 @@ class Block(nn.Module):
     ) -> Any:
         odd = self.program["odd"]
         y = BEFORE[odd](self.norm(x)) if odd in BEFORE else self.norm(x)
+        if odd == "a table":
+            y = y + self.table[: x.shape[1]]
         a = self.out(self.attend(y, turns, mask))
         if odd in AFTER:
             a = AFTER[odd](a)
@@ -207,6 +213,8 @@ def check(program: dict[str, Any]) -> None:
             resident={f"blocks.{n}/0" for n in range(program["resident"])},
             machine=MACHINE,
         )
+    long = mock.patch.object(heads, "LONG", 1 if program["long"] else heads.LONG)
+    long.start()
     try:
         optimizer = torch.optim.SGD(plain.parameters(), 0.1)
         for batch, length in program["steps"]:
@@ -236,10 +244,11 @@ def check(program: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, plain.state_dict(), **CLOSE)
         forwards = (original for _, original, _ in engine._passes._wrapped)
         parts = [f.part for f in forwards if isinstance(getattr(f, "part", None), heads.Block)]
-        long = any(length > parts[0].rows for _, length in program["steps"])
-        if long and program["odd"] == "" and program["recompute"]:
+        parted = any(length > parts[0].rows for _, length in program["steps"])
+        if parted and program["odd"] == "" and program["recompute"]:
             assert all(any(part.known.values()) for part in parts), "a block runs whole"
     finally:
+        long.stop()
         engine.close()
 
 
@@ -262,6 +271,7 @@ PROGRAMS = st.fixed_dictionaries(
         "frozen": st.sampled_from(["", "", "block", "before", "behind"]),
         "inputs": st.booleans(),
         "rows": st.integers(8, 48),
+        "long": st.booleans(),
         "recompute": st.sampled_from([True, True, "offload", False]),
         "resident": st.integers(0, 2),
         "steps": st.lists(

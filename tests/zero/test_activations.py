@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from typing import Any
 
 import pytest
@@ -102,3 +103,27 @@ def test_only_plain_tensors_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) ->
     assert offload._pack(other) is other
     saved = offload._pack(plain)
     assert saved is not plain and torch.equal(offload._unpack(saved), plain)
+
+
+def test_two_inputs_are_there_at_a_time_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan counts (`profile.peaks`): the one that is used, and the next. What left in the
+    forward pass is let go of."""
+    monkeypatch.setattr("evener.zero.activations.SMALL", 1)
+    made: list[weakref.ref[Any]] = []
+    there: list[int] = []
+    fetch = Offload._fetch
+
+    def counted(self: Offload, saved: Any) -> None:
+        fetch(self, saved)
+        made.append(weakref.ref(saved))
+        alive = (ref() for ref in made)
+        there.append(sum(1 for each in alive if each is not None and each.back is not None))
+        assert not self._leaving
+
+    monkeypatch.setattr(Offload, "_fetch", counted)
+    engine = offloaded(Model())
+    for tokens in batches(2):
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+    assert there == [1, 2, 2, 2] * 2
+    engine.close()

@@ -200,3 +200,18 @@ def test_what_someone_listens_to_runs_whole() -> None:
     mlp(torch.randn(1, 4 * ROWS, WIDTH))
     assert heard == [1]
     tiles.close()
+
+
+def test_norms_outside_of_blocks_run_in_tiles_too() -> None:
+    model = Model()
+    model.norms = nn.ModuleList([nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)])
+    model.head = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU())
+    tiles = sequence.Tiles(list(model.blocks), model.modules())
+    mine = [part.module for part in tiles.parts]
+    assert [each for each in mine if isinstance(each, nn.RMSNorm)][-3:] == [
+        *model.norms,
+        model.head[0],
+    ]
+    assert model.head not in mine and len(set(mine)) == len(mine)
+    tiles.close()
+    assert not any("forward" in vars(module) for module in model.modules())

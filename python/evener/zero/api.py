@@ -38,13 +38,13 @@ from evener.zero.profile import Profile
 from evener.zero.ranks import Layout, Ranks, crossing, join, layout, meet, world_size
 from evener.zero.rehearsal import rehearse
 from evener.zero.scaler import LossScaler
-from evener.zero.sequence import Tiles
+from evener.zero.sequence import tiles_of
 from evener.zero.spans import Spans
 from evener.zero.split import MuonAdamW
 from evener.zero.store import Source, build
 from evener.zero.transformers import fill_buffers, without_cache
 from evener.zero.ulysses import Split, refuse_ranks
-from evener.zero.units import Unit, blocks, cut
+from evener.zero.units import Unit, cut
 from evener.zero.untouched import random_kept
 from evener.zero.values import show
 from evener.zero.vocabulary import Head
@@ -166,13 +166,6 @@ def plans(
     return found
 
 
-def _tiles(model: nn.Module, config: Config) -> Tiles:
-    """Attention runs in parts too, but for blocks that are compiled as a whole, or that swap tokens
-    for heads with other ranks."""
-    apart = config.sequence == 1 and not config.compile
-    return Tiles(blocks(model), model.modules(), attention=apart)
-
-
 @contextlib.contextmanager
 def _ready(model: nn.Module, config: Config) -> Iterator[Head | None]:
     """The model as the engine has it, for a trace: without a cache, with stand-ins for 4-bit
@@ -181,7 +174,7 @@ def _ready(model: nn.Module, config: Config) -> Iterator[Head | None]:
         stack.callback(without_cache(model))
         stack.callback(packed.take(model, config.dtype))
         if config.tiles:
-            stack.callback(_tiles(model, config).close)
+            stack.callback(tiles_of(model, config).close)
         if config.sequence > 1:
             stack.callback(Split(model, config.sequence).close)
         head = _head(model, config)
@@ -399,7 +392,7 @@ def initialize(
             split = Split(model, settings.sequence)
             stack.callback(split.close)
         if settings.tiles:
-            tiles = _tiles(model, settings)
+            tiles = tiles_of(model, settings)
             stack.callback(tiles.close)
             if not tiles.parts:
                 logger.warning(

@@ -37,9 +37,10 @@ class Config:
     True (blocks are recomputed), "offload" (and their inputs wait on the host), or "auto": what the
     plan finds fastest. loss: "auto" (last layer and loss of a model of transformers in parts of the
     vocabulary), "fused" (of any model), "chunked" (the loss is `zero.cross_entropy`), or "plain".
-    tiles: what treats tokens one by one runs in parts of the sequence (`sequence`). sequence: ranks
-    that share each sequence (`ulysses`). balance: whether the optimizer's states stream through the
-    accelerator beside the cores; "auto": where the probe shows a gain. stale_updates: a pass does
+    tiles: what treats tokens one by one runs in parts of the sequence (`sequence`), and attention
+    of recomputed blocks by heads (`heads`). sequence: ranks that share each sequence (`ulysses`).
+    balance: whether the optimizer's states stream through the accelerator beside the cores;
+    "auto": where the probe shows a gain. stale_updates: a pass does
     not wait for the optimizer. compile: each block by torch.compile (a string: its backend). nodes:
     "replicate" (each node has a copy of the states), "shard", or "auto": the faster of what fits,
     by plan. crossing: the form of gradients between nodes (`evener.zero.form.names`). rehearse: one

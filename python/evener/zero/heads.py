@@ -40,6 +40,11 @@ PARTS = 8
 """Parts of the heads at most: a kernel of few heads would not fill a GPU, and memory falls by
 little with more."""
 
+LONG = 1 << 19
+"""Tokens from which on what follows attention runs back twice, once to attention and once to the
+input and the weights: the input's gradient is then not there while attention's are, which is an
+eighth of the memory. It is 4% of the arithmetic at this length (Llama 3 8B)."""
+
 Spans = Callable[..., Iterator[tuple[int, int]]]
 
 _recomputed: list[None] = []
@@ -58,9 +63,9 @@ def recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def in_parts(module: nn.Module) -> bool:
+def in_parts(module: nn.Module | None) -> bool:
     """Whether a block ran in parts, the last time that one looked."""
-    block = getattr(module.forward, "part", None)
+    block = getattr(getattr(module, "forward", None), "part", None)
     return isinstance(block, Block) and any(block.known.values())
 
 
@@ -85,11 +90,11 @@ class _Group:
     def back(self, gradient: torch.Tensor) -> None:
         """Through attention: gradients take the places of query, key and value."""
         assert self.out is not None
-        out, self.out, given = self.out, None, self.given
+        out, self.out, given = self.out, self.out.detach(), self.given
         self.given = list(torch.autograd.grad(out, given, gradient))
 
 
-class _Sums:
+class Sums:
     """Gradients of weights over tiles."""
 
     def __init__(self, wanted: list[torch.Tensor]) -> None:
@@ -214,8 +219,7 @@ class _Parts:
         found: list[torch.Tensor] = []
 
         def reached(*given: Any, **named: Any) -> Any:
-            names = ("query", "key", "value")
-            found.extend({**dict(zip(names, given, strict=False)), **named}[n] for n in names)
+            found.extend(_three(*given, **named))
             raise _Stop
 
         args, kwargs = call.part(begin, end, x)
@@ -224,11 +228,11 @@ class _Parts:
         return found
 
     def _after(
-        self, call: Call, begin: int, end: int, x: torch.Tensor, attended: torch.Tensor
+        self, call: Call, begin: int, end: int, x: torch.Tensor, attended: Callable[..., Any]
     ) -> torch.Tensor:
-        """The block's result of a tile."""
+        """The block's result of a tile. `attended`: in the place of attention."""
         args, kwargs = call.part(begin, end, x)
-        with Attention(lambda *_, **__: attended):
+        with Attention(attended):
             out = self._block.inner(*args, **kwargs)
         leaves, spec = tree_flatten(out)
         (place,) = [n for n, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
@@ -285,7 +289,7 @@ class _Parts:
             out: torch.Tensor | None = None
             for begin, end in self._block.tiles(x):
                 attended = _tile(groups, begin, end)
-                tile = self._after(call, begin, end, x[:, begin:end], attended)
+                tile = self._after(call, begin, end, x[:, begin:end], _always(attended))
                 if out is None:
                     out = tile.new_empty(tile.shape[0], x.shape[1], *tile.shape[2:])
                 out[:, begin:end] = tile
@@ -310,38 +314,52 @@ class _Parts:
                 each.requires_grad_()
             with torch.enable_grad():
                 group.out = self._attend(call, group)
-        found = torch.empty_like(x) if into else None
-        sums = _Sums(wanted)
+        long = x.shape[1] >= LONG
+        found = torch.empty_like(x) if into and not long else None
+        sums = Sums(wanted)
         outs = [torch.empty_like(_out(group)) for group in groups]
         for begin, end in self._block.tiles(x):
-            tile = x[:, begin:end].detach().requires_grad_(into)
+            tile = x[:, begin:end].detach().requires_grad_(into and not long)
             attended = _tile(groups, begin, end).requires_grad_()
             with torch.enable_grad():
-                out = self._after(call, begin, end, tile, attended)
-            back, own, each = _grad([out], tile, attended, wanted, [gradient[:, begin:end]])
+                out = self._after(call, begin, end, tile, _always(attended))
+            back, own, of_weights = _grad(
+                [out], tile, attended, [] if long else wanted, [gradient[:, begin:end]]
+            )
             del out
             for group, whole in zip(groups, outs, strict=True):
                 whole[:, :, begin:end] = 0 if back is None else back[:, group.mine]
             if found is not None:
                 found[:, begin:end] = 0 if own is None else own
-            sums.add(each)
+            sums.add(of_weights)
             del back, own, tile, attended
         outs.reverse()
         for group in groups:
             group.back(outs.pop())
+            group.out = group.out if long else None
         ready()
+        if long and into:
+            found = torch.empty_like(x)
         for begin, end in self._block.tiles(x):
             tile = x[:, begin:end].detach().requires_grad_(into)
-            with torch.enable_grad():
-                three = self._before(call, begin, end, tile)
             ends = [
                 torch.cat([group.given[n][:, :, begin:end] for group in groups], 1)
                 for n in range(3)
             ]
-            _, own, each = _grad(three, tile, None, wanted, ends)
-            if found is not None and own is not None:
+            with torch.enable_grad():
+                if long:
+                    attended = _tile(groups, begin, end)
+                    known = functools.partial(_known, attended, ends)
+                    three = [self._after(call, begin, end, tile, known)]
+                    ends = [gradient[:, begin:end]]
+                else:
+                    three = self._before(call, begin, end, tile)
+            _, own, of_weights = _grad(three, tile, None, wanted, ends)
+            if found is not None and long:
+                found[:, begin:end] = 0 if own is None else own
+            elif found is not None and own is not None:
                 found[:, begin:end] += own
-            sums.add(each)
+            sums.add(of_weights)
             del own, tile, three, ends
         return found, sums.rounded()
 
@@ -383,6 +401,35 @@ def _grad(
     back = found.pop(0) if attended is not None else None
     own = found.pop(0) if tile.requires_grad else None
     return back, own, found
+
+
+def _three(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> list[torch.Tensor]:
+    return [query, key, value]
+
+
+def _always(attended: torch.Tensor) -> Callable[..., torch.Tensor]:
+    return lambda *_, **__: attended
+
+
+def _known(
+    attended: torch.Tensor, gradients: list[torch.Tensor], *given: Any, **named: Any
+) -> torch.Tensor:
+    found: torch.Tensor = _Known.apply(attended, *_three(*given, **named), *gradients)
+    return found
+
+
+class _Known(torch.autograd.Function):
+    """Attention whose result is there, and what its query, key and value get."""
+
+    @staticmethod
+    def forward(ctx: Any, attended: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = tensors[3:]
+        return attended.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return None, *ctx.gradients, None, None, None
 
 
 class _Held(torch.autograd.Function):

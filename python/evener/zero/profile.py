@@ -261,7 +261,7 @@ def _play(
     mixed = max((profile.inputs.get(u, 0) for u in recompute), default=0) if not every else 0
     level = mixed + (plain[0].level if plain else 0)
     inside: int | None = None
-    outside = False
+    outside = back = False
     waiting: dict[int, int] = {}
     for number, moment in enumerate(plain):
         transient = 0
@@ -277,7 +277,7 @@ def _play(
             most = max(most, weights)
             if inside in waiting:  # the backward pass: the next one comes, and no more
                 waiting.pop(inside)
-                keep = 0 if inside in profile.late else largest
+                keep, back = (0 if inside in profile.late else largest), True
             elif inside in inputs:
                 waiting[inside] = inputs[inside]
         elif moment.kind == "leave":
@@ -301,7 +301,9 @@ def _play(
         if outside:
             inside, outside = None, False
         here = taken[number]
-        away = max(0, sum(waiting.values()) - keep)
+        # Around a unit, two are still on their way out.
+        stay = keep if back or inside in inputs else min(keep, 2 * largest)
+        away = max(0, sum(waiting.values()) - stay)
         held = level + here.peak - here.level - away + transient
         rest = max(rest, held + sum(size for size, _ in leaving))
         gone = max(gone, sum(size for _, size in leaving))

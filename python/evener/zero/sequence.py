@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,6 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from evener.zero import apart, heads, tokenwise
+from evener.zero.config import Config
+from evener.zero.units import blocks
 
 ROWS = 1024
 """Tokens of a tile at least; a wide part has as many as it is wide, which keeps a GPU busy."""
@@ -68,27 +69,29 @@ def spans(x: torch.Tensor, count: int, rows: int, least: int = 1) -> Iterator[tu
 
 
 class Tiles:
-    """Runs the token-wise parts of a model's `blocks` in tiles until `close`, and of `others` those
-    that have no matrix: norms. attention: blocks that are recomputed run in parts as a whole where
-    they can (`heads`)."""
+    """Runs the token-wise parts of a model's repeated `units` in tiles until `close`, and of
+    `others` those that have no matrix: norms. attention: units that are recomputed run in parts as
+    a whole where they can (`heads`)."""
 
     def __init__(
         self,
-        blocks: list[nn.Module],
+        units: list[nn.Module],
         others: Iterable[nn.Module] = (),
         attention: bool = True,
     ) -> None:
         self.parts: list[Part] = []
         self.blocks: list[heads.Block] = []
         known: dict[Any, int] = {}
-        for block in blocks:
-            self._find(block, known)
-        inside = {id(module) for block in blocks for module in block.modules()}
+        seen: set[int] = set()
+        for unit in units:
+            self._find(unit, known)
+            seen.update(map(id, unit.modules()))
         for other in others:
-            if id(other) not in inside and all(p.dim() < 2 for p in other.parameters()):
+            if id(other) not in seen and all(p.dim() < 2 for p in other.parameters()):
                 self._find(other, known)
+                seen.update(map(id, other.modules()))
         whole = {id(part.module) for part in self.parts}
-        for block in blocks if attention else []:
+        for block in units if attention else []:
             widths = [p.shape[-1] for p in block.parameters() if p.dim()]
             if id(block) not in whole and widths:
                 width = max(set(widths), key=widths.count)
@@ -119,6 +122,13 @@ class Tiles:
             part.end()
         for each in self.blocks:
             each.end()
+
+
+def tiles_of(model: nn.Module, config: Config) -> Tiles:
+    """A model's tiles. Attention runs in parts too, but for blocks that are compiled as a whole,
+    and for those that swap tokens for heads with other ranks."""
+    attention = config.sequence == 1 and not config.compile
+    return Tiles(blocks(model), model.modules(), attention)
 
 
 class Part:
@@ -199,29 +209,22 @@ class Part:
         """Gradients of `x` (if `into`) and of the weights in `wanted`."""
         flat, given = x.reshape(1, -1, self.width), gradient.reshape(1, -1, gradient.shape[-1])
         found = torch.empty_like(flat) if into else None
-        sums: list[torch.Tensor | None] = [None] * len(wanted)
+        sums = heads.Sums(wanted)
         for begin, end in self.spans(x):
             tile = flat[:, begin:end].detach().requires_grad_(into)
             with torch.enable_grad():
                 out = self.inner(tile)
             inputs = [tile, *wanted] if into else wanted
-            each = deque(torch.autograd.grad(out, inputs, given[:, begin:end], allow_unused=True))
+            each: list[torch.Tensor | None] = list(
+                torch.autograd.grad(out, inputs, given[:, begin:end], allow_unused=True)
+            )
             del out
             if found is not None:
-                part = each.popleft()
+                part = each.pop(0)
                 found[:, begin:end] = 0 if part is None else part
-            for number in range(len(wanted)):
-                part, before = each.popleft(), sums[number]
-                if part is not None and before is None:
-                    sums[number] = part.to(torch.promote_types(part.dtype, torch.float32))
-                elif part is not None and before is not None:
-                    before.add_(part)
-                del part, before
-        for number, weight in enumerate(wanted):
-            total = sums[number]
-            sums[number] = None if total is None else total.to(weight.dtype)
-            del total
-        return None if found is None else found.view(x.shape), sums
+                del part
+            sums.add(each)
+        return None if found is None else found.view(x.shape), sums.rounded()
 
 
 class _Held(torch.autograd.Function):

@@ -102,7 +102,7 @@ _DEFAULT = click.core.ParameterSource.DEFAULT
 @click.option(
     "--tiles",
     is_flag=True,
-    help="MLPs and norms run in parts of the sequence: as evener.tiles of the configuration.",
+    help="MLPs, norms and attention of recomputed blocks run in parts: as evener.tiles.",
 )
 @click.option(
     "--sequence",
