@@ -10,7 +10,6 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 
 from evener import zero
@@ -50,7 +49,7 @@ def gathered(engine: zero.Engine) -> dict[str, torch.Tensor]:
         mine = chunk.full()
         whole = torch.empty(mine.numel() * engine.world)
         if engine.world > 1:
-            dist.all_gather_into_tensor(whole, mine)
+            engine.ranks.collect(whole, mine)
         else:
             whole.copy_(mine)
         for piece in chunk.group.pieces:
@@ -63,6 +62,7 @@ def trained(
 ) -> dict[str, torch.Tensor]:
     """Weights after some steps of the rows `part` of each batch."""
     stage, place, changes = case
+    budget = {"evener": {"budget": {"ssd": f"{folder}:100MB"}}} if place == "ssd" else {}
     model = Model(width=48)
     engine, made = start(
         model,
@@ -70,15 +70,15 @@ def trained(
         NAMES if place == "ssd" else None,
         place == "streaming",
         optimizers(model, **({} if same else SMOOTH)),
-        evener={"budget": {"ssd": f"{folder}:100MB"}} if place == "ssd" else {},
         zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
         gradient_clipping=0.0 if same else 0.5,
-        **changes,
+        **{**budget, **changes},
     )
     for tokens in data():
         engine.backward(loss_of(engine, tokens[part]))
         for one in made:
             one.step()
+    assert engine.ranks.replicas == (changes.get("evener") is not None) + 1
     if place == "ssd":
         assert all(c.away is not None for c in engine.chunks() if c.group.name in NAMES)
     found = gathered(engine)
@@ -108,6 +108,24 @@ def test_the_weights_of_one_rank(size: int, same: bool, tmp_path: Path) -> None:
             assert all(torch.equal(value, other[name]) for other in found), (case, name)
             if same or not case[2]:  # a gradient of half precision is rounded on each rank
                 torch.testing.assert_close(value, want[name], **bound)
+
+
+def copied(rank: int, _size: int, folder: str) -> None:
+    """Two nodes with a copy of the states each."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    where = {"evener": {"nodes": "replicate"}}
+    torch.save(trained((3, "host", where), slice(None), folder, True), Path(folder) / f"{rank}.pt")
+
+
+@pytest.mark.parametrize("shape", [[1, 1], [2, 2]])
+def test_copies_on_nodes_are_the_weights_of_one_rank(shape: list[int], tmp_path: Path) -> None:
+    worlds.run(shape, copied, str(tmp_path))
+    torch.manual_seed(0)
+    want = trained((3, "host", {}), slice(None), str(tmp_path), True)
+    for rank in range(sum(shape)):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert all(torch.equal(found[name], value) for name, value in want.items()), rank
 
 
 def resuming(rank: int, size: int, folder: str, saves: bool) -> None:
