@@ -24,7 +24,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class Update:
     hyper: dict[str, Any]
     scale: float
     runs: list[Run]
+    done: Callable[[Chunk], None] = lambda _: None
+    """Called when the chunk is updated, or (streamed) that is on its way."""
 
 
 @dataclass
@@ -144,6 +146,7 @@ class Lanes:
                 self._left[job.chunk.index] = len(slices)
                 self._queue.extend(slices)
                 if not slices:  # all that moves is in the other ranks' shares
+                    job.done(job.chunk)
                     job.chunk.updated.set()
             self._state.notify_all()
 
@@ -244,6 +247,7 @@ class Lanes:
             chunk = piece.job.chunk
             self._left[chunk.index] -= 1
             if self._left[chunk.index] == 0:
+                piece.job.done(chunk)
                 chunk.updated.set()
             self._state.notify_all()
 

@@ -7,6 +7,8 @@ it is measured: the rule updates a few thousand elements on the CPU while their 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from evener.zero.meter import Ledger, Meter
@@ -30,7 +32,9 @@ def scratch_of(rule: Rule, formats: Formats, cuda: bool) -> int:
     hyper = {k: 0.1 if type(v) is float and v == 0 else v for k, v in rule.values.items()}
     group = Group("measured", 0, rule=rule)
     states, gradient = states_of(
-        group, formats, lambda name, dtype: torch.zeros(NUMEL // stride(name), dtype=dtype)
+        group,
+        replace(formats, pool=0),
+        lambda name, dtype: torch.zeros(NUMEL // stride(name), dtype=dtype),
     )
     assert gradient is not None
     ledger = Ledger()
