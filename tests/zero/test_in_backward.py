@@ -9,26 +9,35 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from evener import zero
+from evener.base.budget import Budget
 from evener.errors import EvenerError, UsageError
-from evener.zero import lanes, ssd, units
+from evener.zero import lanes, shapes, ssd, units
 from evener.zero.engine import Engine
 from evener.zero.gradients import Gradients
 from evener.zero.in_backward import Buffers, InBackward
 from evener.zero.loading import Loading
+from evener.zero.planner import Part, Work, plan
 from evener.zero.rules import AdamW
+from evener.zero.store import Formats, build
+from evener.zero.units import cut
 from tests.zero.engines import configuration
 from tests.zero.models import Model, batches, loss_of
+from tests.zero.test_memory import engine_of
+from tests.zero.test_memory import train as train_inside
 from tests.zero.test_ssd import whole
 from tests.zero.test_strays import MACHINE, Detached, Sharing
 
@@ -554,3 +563,92 @@ def test_the_late_entry_of_a_unit_is_refused() -> None:
     with mock.patch.object(Loading, "leave", leave), pytest.raises(EvenerError, match="used again"):
         engine.backward(loss_of(engine, batches(1)[0]))
     engine.close()
+
+
+# The plan.
+
+
+class Loss(Model):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return functional.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize(("checkpointing", "tied"), [("auto", False), (False, True)])
+def test_the_accelerator_takes_what_was_planned(checkpointing: bool | str, tied: bool) -> None:
+    torch.manual_seed(0)
+    model = Loss(width=64, blocks=6, tied=tied)
+    early = {"optimizer_in_backward": True, "checkpointing": checkpointing}
+    given = {"gradient_clipping": 0.0, "evener": early}
+    with engine_of(copy.deepcopy(model), **copy.deepcopy(given)) as engine:
+        want = train_inside(engine)
+        most = engine.memory()
+    assert 0.90 < most["gpu peak"] / most["gpu planned"] < 1.02, most
+    for share in (0.85, 0.6, 0.45):
+        size = int(most["gpu planned"] * share)
+        try:
+            with engine_of(copy.deepcopy(model), size, **copy.deepcopy(given)) as engine:
+                assert train_inside(engine) == want
+                found = engine.memory()
+        except zero.NoFitError:
+            assert share < 0.5 and checkpointing is False
+            continue
+        assert found["passes run again"] == 0
+        assert 0.90 < found["gpu peak"] / found["gpu planned"] <= 1.02, (share, found)
+
+
+def test_the_host_takes_what_was_planned() -> None:
+    """Weights and states of each chunk, and three buffers: of the largest chunks."""
+    model = Model(width=512, blocks=4)
+    formats = Formats(pool=3)
+    parts = cut(model, small=100_000)
+    device = zero.api.devices.SimulatedDevice()
+    store = build(model, parts, formats, device, resident=set(), pin=False)
+    made = plan(shapes.parts_of(parts), formats, Work(1, 0), MACHINE, Budget(0, 1 << 40))
+    assert store.host.usage() == (made.host_bytes, made.host_bytes, made.host_bytes)
+    whole = plan(shapes.parts_of(parts), Formats(), Work(1, 0), MACHINE, Budget(0, 1 << 40))
+    block = max(c.states.weights.numel() for _, each in store.units for c in each)
+    assert [buffer.numel() for buffer in store.buffers] == [block] * 3
+    assert whole.host_bytes - made.host_bytes >= 2 * block  # one of four gradients
+
+
+@given(st.integers(1, 24), st.integers(0, 8), st.floats(1e8, 1e12), st.booleans())
+def test_the_time_is_at_least_each_of_its_parts(
+    blocks: int, gpu: int, rate: float, spilled: bool
+) -> None:
+    machine = replace(MACHINE, host_adam=rate, ssd=6e9)
+    budget = Budget(gpu << 30, 1 << 50)
+    if spilled:
+        budget = Budget(gpu << 30, blocks * (64 << 20) * 3 + (1 << 31), 1 << 50, "/")
+    times = []
+    for pool in (0, 3):
+        parts = [Part(f"block {i}", 64 << 20) for i in range(blocks)]
+        made = plan(parts, Formats(pool=pool), Work(8192, 0), machine, budget)
+        t, step = made.times, made.step_seconds
+        assert step >= t["forward"] + t["backward"]
+        assert step >= max(t["host optimizer"], t["SSD"])
+        assert step >= t["gradients out"] + t["weights in"]
+        if pool:
+            assert step >= t["forward"] + max(t["host optimizer"], t["SSD"])
+        times.append(step)
+
+
+def test_a_plan_that_does_not_fit_names_it() -> None:
+    model = Model(width=512, blocks=12)
+
+    def made(host: int, early: bool = False, **changes: Any) -> zero.Plan:
+        own = {"optimizer_in_backward": early}
+        config = configuration(evener=own, **{"gradient_clipping": 0.0, **HALF, **changes})
+        budget = {"gpu": 48 << 20, "host": host}
+        return zero.plan(model, config=config, batch=64, machine=MACHINE, budget=budget)
+
+    most, least = made(1 << 40).host_bytes, made(1 << 40, early=True).host_bytes
+    assert least < 0.95 * most
+
+    def named(host: int, **changes: Any) -> list[str]:
+        found = made(host, **changes)
+        assert not found.fits
+        return [fit.option for fit in found.nearest if "in-backward" in fit.option]
+
+    assert named(most - 1) == ["no gradients kept, and no clipping (--optimizer-in-backward)"]
+    assert named(least - 1) == []
+    assert named(most - 1, gradient_clipping=1.0) == []

@@ -1,9 +1,9 @@
 """The optimizer in the backward pass: a chunk is updated when its gradient is whole, and none is
 kept until `step()`.
 
-A gradient comes home into one of a few buffers that chunks have in common, and goes back to the
-others when the lanes have updated its chunk. Where all are in use, the backward pass waits. A chunk
-that lives on the accelerator is updated there when its unit is through: until then the backward
+A gradient comes home into one of a few buffers that chunks have in common, which is free again
+when the lanes have updated its chunk. Where all are in use, the backward pass waits. A chunk
+that lives on the accelerator is updated there when its unit is through: before that the backward
 pass may still read its weights, which the update would overwrite. Those of no unit, and those that
 others read, are updated at the end of the pass. What has its states on the host computes with a
 copy of the weights, and is updated at once.
@@ -95,7 +95,7 @@ class Buffers:
         self, numel: int, failed: Callable[[], bool]
     ) -> tuple[torch.Tensor, Event | None] | None:
         """The smallest with room for `numel` elements, when it is free; None: something has failed
-        until then."""
+        before that."""
 
         def able() -> list[tuple[torch.Tensor, Event | None]]:
             return [entry for entry in self._free if entry[0].numel() >= numel]

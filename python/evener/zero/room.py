@@ -88,6 +88,7 @@ class Room:
                 chunk.flat.numel() * gradient if chunk.group.trainable else 0,
                 moves=not chunk.keeps,
                 leaves=chunk.group.trainable and not chunk.resident,
+                update=0 if self._buffers and chunk.resident and unit else None,
             )
             for unit, (_, mine) in enumerate(self._store.units)
             for chunk in mine
@@ -102,6 +103,8 @@ class Room:
             pools=self._slack > 0,
             shared=self._shared,
         )
+        if self._buffers is not None:
+            rest += sum(c.gradient for c in chunks if c.unit == 0)  # whole at the end of the pass
         moving = weights + rest + profile.buffers
         loss = lost(profile, self._passes.recompute, moving, self._slack)
         return self._fixed + self.held() + moving + loss

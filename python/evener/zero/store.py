@@ -91,8 +91,8 @@ class Formats:
         return self.host_bytes(moments) - (self.gradient.itemsize if self.pool else 0)
 
     def buffers(self, shares: Iterable[int]) -> list[int]:
-        """Elements of each of the pool's buffers, for chunks of which a rank has so many: one of
-        the size of each of the largest. The largest chunk waits for the first."""
+        """Elements of each of the pool's buffers: one of the size of each of the largest chunks,
+        whose elements on a rank are `shares`. The largest chunk waits for the first."""
         return sorted(shares, reverse=True)[: self.pool]
 
 
