@@ -14,6 +14,7 @@ from evener import zero
 from evener.base.budget import Budget
 from evener.errors import UsageError
 from evener.zero import form as forms
+from evener.zero import joining
 from evener.zero.config import ConfigError, read
 from evener.zero.planner import Machine, Part, Work, plan
 from evener.zero.profile import Held, Moment, Profile, peaks
@@ -252,9 +253,9 @@ def planned(_rank: int, _size: int) -> list[int]:
     """What is chosen over a slow network and over a fast one."""
     torch.set_num_threads(1)
     found = []
-    measured = zero.api.crossing
+    measured = joining.crossing
     for rate in (1e6, 1e13):
-        zero.api.crossing = lambda *given, rate=rate: replace(measured(*given), rate=rate)
+        joining.crossing = lambda *given, rate=rate: replace(measured(*given), rate=rate)
         torch.manual_seed(0)
         own = {"budget": {"gpu": "40MB", "host": "4GB"}}
         given = configuration(gradient_accumulation_steps=4, evener=own)

@@ -20,6 +20,7 @@ from evener.errors import UsageError
 from evener.tools.plan.memory import plan_memory
 from evener.zero import machines, shapes
 from evener.zero.form import Form, names
+from evener.zero.owners import Matrix
 from evener.zero.planner import Machine, Part, Work, _need, plan
 from evener.zero.profile import Profile
 from evener.zero.store import Formats, build
@@ -28,17 +29,32 @@ from tests.zero.models import Model
 
 MACHINE = Machine(4e14, 5e10, 5e10, 4e9, 5e10, 1e11, 600 << 20)
 
+
+def of_matrices(part: Part, sizes: list[float]) -> Part:
+    """With matrices of these shares of the chunk, one after the other."""
+    made, offset = [], 0
+    for size in sizes:
+        numel = min(int(part.numel * size), part.numel - offset)
+        if numel:
+            made.append(Matrix(offset, numel, 1e3 * numel))
+        offset += numel
+    return dataclasses.replace(part, matrices=tuple(made))
+
+
 parts = st.lists(
     st.builds(
-        Part,
-        name=st.uuids().map(str),
-        numel=st.integers(1, 1 << 22).map(lambda n: n * 256),
-        align=st.sampled_from([8, 256]),
-        trainable=st.sampled_from([True, True, True, False]),
-        stays=st.sampled_from([False, False, False, True]),
-        moments=st.sampled_from([1, 2]),
-        matrix=st.sampled_from([0, 0, 1 << 16, 1 << 24]),
-        flops=st.sampled_from([0.0, 1e12]),
+        of_matrices,
+        st.builds(
+            Part,
+            name=st.uuids().map(str),
+            numel=st.integers(1, 1 << 22).map(lambda n: n * 256),
+            align=st.sampled_from([8, 256]),
+            trainable=st.sampled_from([True, True, True, False]),
+            stays=st.sampled_from([False, False, False, True]),
+            moments=st.sampled_from([1, 2]),
+            halves=st.just((20, 8)),
+        ),
+        st.sampled_from([[], [], [1.0], [0.25] * 4, [0.1, 0.6, 0.3]]),
     ),
     min_size=1,
     max_size=20,

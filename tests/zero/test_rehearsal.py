@@ -191,7 +191,7 @@ def test_units_run_where_one_process_plans_for_the_gpu_that_is_here(
     config = read({"evener": {"rehearse": asked}} if asked != "auto" else {}, 1)
     profile = Profile((), (), frozenset())
     monkeypatch.setattr(api, "world_size", lambda: ranks)
-    monkeypatch.setattr(api, "_budget", lambda *_: Budget(8 << 30, 8 << 30))
+    monkeypatch.setattr(api, "budget_of", lambda *_: Budget(8 << 30, 8 << 30))
     monkeypatch.setattr(api, "rehearse", lambda *_: (Rehearsed(1, 1.0, 1.0, 1.0, 1.0),))
     machine = Machine(1e12, 1e10, 1e10, 1e9, 1e9, cores=cores)
     found = api._rehearsed(profile, [], config, torch.device("cuda"), machine, None)

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from evener import zero
 from evener.errors import UsageError
 from evener.zero import split
-from tests import worlds
 
 from .models import Model, batches, loss_of
 from .test_plan import MACHINE
@@ -150,16 +149,6 @@ def test_what_cannot_be_says_so() -> None:
         )  # fmt: skip
     with pytest.raises(UsageError, match="int8"):
         start(model, zero.MuonAdamW(model), evener={"device": "cpu", "moments": "int8"})
-
-
-def worker(_rank: int, _size: int) -> None:
-    model = made()
-    with pytest.raises(UsageError, match="Muon on 2 ranks: each has a part of every matrix"):
-        start(model, zero.MuonAdamW(model))
-
-
-def test_several_ranks_are_refused() -> None:
-    worlds.run([2], worker)
 
 
 def _accelerated(folder: Path, steps: range, resume: bool) -> list[float]:

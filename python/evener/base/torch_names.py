@@ -15,10 +15,12 @@ takes a second that only pipelines need.
 | c10d: `_create_work_from_future` | private | private | in its stubs |
 | `clip_grad._get_total_norm` | private | private | private |
 | `torch.optim._muon.muon`, of lists | private | private | private |
+| `_zeropower_via_newtonschulz` and `_adjust_lr` there | private | private | private |
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -199,6 +201,25 @@ def muon() -> Any:
 
         inspect.signature(found).bind([], [], [], **dict.fromkeys(MUON))
     except (ImportError, TypeError):
+        raise _elsewhere("the arithmetic of torch.optim.Muon") from None
+    return found
+
+
+def newton_schulz() -> Any:
+    """The products of torch.optim.Muon's step: of (matrix, coefficients, steps, eps)."""
+    return _of_muon("_zeropower_via_newtonschulz", 4)
+
+
+def adjusted_rate() -> Any:
+    """The rate of a matrix in torch.optim.Muon's step: of (lr, adjust_lr_fn, shape)."""
+    return _of_muon("_adjust_lr", 3)
+
+
+def _of_muon(name: str, arguments: int) -> Any:
+    try:
+        found = getattr(importlib.import_module("torch.optim._muon"), name)
+        inspect.signature(found).bind(*[None] * arguments)
+    except (ImportError, AttributeError, TypeError):
         raise _elsewhere("the arithmetic of torch.optim.Muon") from None
     return found
 

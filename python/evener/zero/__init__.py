@@ -6,14 +6,13 @@ planned from what this machine measures.
     loss = engine(x); engine.backward(loss); engine.step()
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from evener.base.budget import Budget
 from evener.zero import report
 from evener.zero.api import initialize, plan
 from evener.zero.boundary import NoRoomError
-from evener.zero.checkpoint import CheckpointError, Save
-from evener.zero.checkpoint import begin as begin_checkpoint
-from evener.zero.checkpoint import load as load_checkpoint
-from evener.zero.checkpoint import save as save_checkpoint
 from evener.zero.config import Config, ConfigError
 from evener.zero.engine import Engine
 from evener.zero.frameworks.accelerate import accelerate
@@ -27,6 +26,13 @@ from evener.zero.probe import Probe, probe
 from evener.zero.split import MuonAdamW
 from evener.zero.tensors import export
 from evener.zero.values import give_back
+
+if TYPE_CHECKING:
+    from evener.zero import checkpoint as checkpoint
+    from evener.zero.checkpoint import CheckpointError, Save
+    from evener.zero.checkpoint import begin as begin_checkpoint
+    from evener.zero.checkpoint import load as load_checkpoint
+    from evener.zero.checkpoint import save as save_checkpoint
 
 __all__ = [
     "Budget",
@@ -57,3 +63,21 @@ __all__ = [
     "save_checkpoint",
     "trainer",
 ]
+
+_OF_CHECKPOINT = {
+    "CheckpointError": "CheckpointError",
+    "Save": "Save",
+    "begin_checkpoint": "begin",
+    "load_checkpoint": "load",
+    "save_checkpoint": "save",
+}
+
+
+# `torch.distributed.checkpoint` takes half a second of a core: it is imported when it is used.
+def __getattr__(name: str) -> Any:
+    if name != "checkpoint" and name not in _OF_CHECKPOINT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.checkpoint")
+    value = module if name == "checkpoint" else getattr(module, _OF_CHECKPOINT[name])
+    globals()[name] = value
+    return value

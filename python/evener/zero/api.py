@@ -20,11 +20,10 @@ from evener.base.given import given
 from evener.errors import UsageError
 from evener.zero import device as devices
 from evener.zero import groups as given_groups
-from evener.zero import packed, schedule, shapes, ssd
+from evener.zero import joining, packed, schedule, shapes, ssd
 from evener.zero.activations import Offload
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
-from evener.zero.form import Form
 from evener.zero.groups import Optimizers
 from evener.zero.host import HostMemory
 from evener.zero.in_backward import refuse as refuse_in_backward
@@ -32,11 +31,18 @@ from evener.zero.inputs import Call, call_of, guess
 from evener.zero.nearest import nearest
 from evener.zero.optimizer import ZeroOptimizer, take_over
 from evener.zero.planner import Fit, Machine, Plan
-from evener.zero.planning import NoFitError, Ways, cut_and_trace, formats_of, plan_units
+from evener.zero.planning import (
+    NoFitError,
+    Ways,
+    budget_of,
+    cut_and_trace,
+    formats_of,
+    plan_units,
+)
 from evener.zero.pretrained import given_with, leave_meta, source_for
 from evener.zero.probe import STEP, probe
 from evener.zero.profile import Profile
-from evener.zero.ranks import Layout, Ranks, crossing, join, layout, meet, world_size
+from evener.zero.ranks import Ranks, layout, meet, world_size
 from evener.zero.rehearsal import rehearse
 from evener.zero.scaler import LossScaler
 from evener.zero.sequence import Tiles
@@ -56,16 +62,6 @@ Batch = tuple[int, int] | int
 """Size of a micro-batch: (sequences, tokens of each), or tokens."""
 
 logger = logging.getLogger("evener.zero")
-
-
-def _budget(config: Config, device: torch.device, ranks_here: int) -> budgets.Budget:
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        return budgets.resolve(config.budget, gpu_free=free, ranks_here=ranks_here)
-    # The simulated accelerator is host memory: half of it each.
-    shares = 2 * ranks_here
-    half = int(budgets.host_free() * budgets.KEEP) // shares
-    return budgets.resolve(config.budget, gpu_free=half, ranks_here=shares)
 
 
 @given
@@ -94,7 +90,7 @@ def plan(
     settings = replace(read(config, ranks))
     settings.budget = budget if budget != "auto" else settings.budget
     given = [(nodes, settings.crossing)]
-    numbers = given_groups.planned(optimizer, settings, ranks * nodes)
+    numbers = given_groups.planned(optimizer, settings)
     return plans(
         model, settings, given, batch=batch, ranks=ranks, machine=machine, example=example,
         numbers=numbers,
@@ -138,7 +134,7 @@ def plans(
             module, numbers(module), settings.small,
             bytes=settings.moments == torch.int8, rule_of=given_groups.rule_of(settings),
         )  # fmt: skip
-    limit = _budget(settings, device, ranks)
+    limit = budget_of(settings, device, ranks)
     tell("planning")
     found: list[Plan] = []
     for nodes, form in ways:
@@ -203,7 +199,7 @@ def _rehearsed(
             logger.info("evener.rehearse = true: no unit is run before the plan: %s", why)
         return profile
     skip = head.linear if head is not None else None
-    budget = _budget(config, device, 1).gpu
+    budget = budget_of(config, device, 1).gpu
     limit = max(1, budget - machine.reserve)
     found = [rehearse(units, profile.calls, device, config.dtype, skip, limit)]
     if world_size() > 1:
@@ -352,7 +348,7 @@ def initialize(
     unneeded = _unneeded(settings, of_plan, resident, optimizer, model_parameters, lr_scheduler)
     settings = replace(settings, ignored=[*settings.ignored, *unneeded])
     optimizers = given_groups.made(optimizer, settings, model, model_parameters)
-    given_groups.with_rules(settings, optimizers, world_size())
+    given_groups.with_rules(settings, optimizers)
     refuse_in_backward(settings, world_size())
     refuse_ranks(settings.sequence)
     device = devices.pick(settings.device)
@@ -481,7 +477,7 @@ def _engine(
         machine = _beside(_loaded(machine, profile), device, model, call)
         # After the probe: what it found beside the allocator is without the communicators.
         tokens = _tokens(settings, batch)
-        ranks, rate = _join(units, settings, machine, device, tokens, profile)
+        ranks, rate = joining.planned(units, settings, machine, device, tokens, profile)
         if split is not None:
             ranks = replace(ranks, bytes=ranks.bytes + split.join(device.device))
         machine = replace(machine, between=rate)
@@ -490,13 +486,13 @@ def _engine(
         away, folder = made.away, made.budget.folder
     else:
         if away:
-            folder = _budget(settings, device.device, world_size()).folder
+            folder = budget_of(settings, device.device, world_size()).folder
         units = cut(
             model, numbers, settings.small,
             bytes=settings.moments == torch.int8, rule_of=given_groups.rule_of(settings),
         )  # fmt: skip
         profile = None
-        ranks = _forced(settings, device, layout())
+        ranks = joining.forced(settings, device, layout())
         if split is not None:
             split.join(device.device)
     if settings.ignored:
@@ -563,7 +559,7 @@ def _planned(
     profile: Profile | None,
 ) -> Plan:
     """A plan that fits, the same on all ranks, and a limit on the allocator by it."""
-    budget = _budget(config, device.device, ranks.world)
+    budget = budget_of(config, device.device, ranks.world)
     if ranks.size > 1:
         # Ranks that recompute or gather otherwise would wait for ever.
         reserve = ranks.largest(machine.reserve + ranks.bytes, device.device)
@@ -599,78 +595,6 @@ def _planned(
     if isinstance(config.budget, Mapping) and "gpu" in config.budget:
         device.limit(budget.gpu - made.gpu_reserve)
     return made
-
-
-def _forced(config: Config, device: devices.Device, nodes: Layout) -> Ranks:
-    """What the configuration says of nodes; "auto" shares states out over all ranks."""
-    if config.nodes != "replicate" or not nodes.able:
-        return join(device.device)
-    return join(device.device, nodes, crossing(device.device, nodes), Form(config.crossing))
-
-
-def _join(
-    units: list[Unit],
-    config: Config,
-    machine: Machine,
-    device: devices.Device,
-    tokens: int,
-    profile: Profile | None,
-) -> tuple[Ranks, float]:
-    """The ranks, with a copy of the states on each node where that is asked for, or fits and is
-    planned to be faster; and the rate between nodes. Collective."""
-    nodes = layout()
-    if not nodes.able:
-        if config.nodes == "replicate" and len(nodes.nodes) > 1:
-            raise UsageError(
-                "evener.nodes = 'replicate' needs the same number of ranks on every node",
-                f"there are {', '.join(str(len(ranks)) for ranks in nodes.nodes)}",
-            )
-        return join(device.device), 0.0
-    between = crossing(device.device, nodes)
-    rate = between.rate
-    size, inner, copies = world_size(), len(nodes.nodes[0]), len(nodes.nodes)
-    budget = _budget(config, device.device, inner)
-    measured = replace(machine, between=rate, ssd=machine.ssd or 1e9)
-    ways = {
-        # Inside a node the network was not measured; it is far faster than between nodes.
-        "replicate": plan_units(units, config, measured, budget, tokens, inner, profile, copies),
-        "shard": plan_units(
-            # A ring passes the wires between nodes once, whatever the ranks on each.
-            units,
-            config,
-            replace(measured, network=rate * inner),
-            budget,
-            tokens,
-            size,
-            profile,
-        ),
-    }
-    fitting = [name for name, made in ways.items() if made.fits]
-    chosen = config.nodes
-    if chosen == "auto":
-        chosen = min(fitting, key=lambda name: ways[name].step_seconds, default="shard")
-    box = [chosen]
-    dist.broadcast_object_list(box, src=0)
-    chosen = box[0]
-    words = [
-        f"{name}: {made.step_seconds:.3f} s per step" if made.fits else f"{name}: {made.problem}"
-        for name, made in ways.items()
-    ]
-    logger.info(
-        "%d nodes, %.2f GB/s between them: %s (%s; %s)",
-        copies,
-        rate / 1e9,
-        "each has a copy of the states" if chosen == "replicate" else "all share the states",
-        "asked for"
-        if config.nodes != "auto"
-        else "planned to be faster"
-        if len(fitting) > 1
-        else "the other does not fit",
-        "; ".join(words),
-    )
-    if chosen == "replicate":
-        return join(device.device, nodes, between, Form(config.crossing)), rate
-    return join(device.device), rate
 
 
 def _with_ssd(machine: Machine, budget: budgets.Budget, ranks: Ranks) -> Machine:

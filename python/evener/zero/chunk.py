@@ -31,7 +31,9 @@ class Run:
     end: int
     step: int
     shape: torch.Size | None = None
-    """The parameter's shape, if the rule updates it as a whole."""
+    """The parameter's shape, if the rule updates it as a whole; the run is what this rank has."""
+    place: int = 0
+    """Then also its place in the chunk."""
 
 
 @dataclass
@@ -99,15 +101,15 @@ class Chunk:
         starts = [piece.offset for piece in pieces] + [self.flat.numel()]
         runs: list[Run] = []
         for place in sorted(moving):
-            # With the padding behind it: it is zero, and stays so.
+            # With the padding behind it: it is zero, and stays so. A matrix comes without.
+            piece, whole = pieces[place], self.group.rule.whole
+            end = piece.offset + piece.numel if whole else starts[place + 1]
             low = max(starts[place] - rank * share, 0)
-            high = min(starts[place + 1] - rank * share, share)
+            high = min(end - rank * share, share)
             if low >= high:
                 continue
-            if self.group.rule.whole:  # one rank has all
-                piece = pieces[place]
-                end = piece.offset + piece.numel
-                runs.append(Run(piece.offset, end, self.steps[place], piece.shape))
+            if whole:
+                runs.append(Run(low, high, self.steps[place], piece.shape, place))
                 continue
             last = runs[-1] if runs else None
             if last is not None and last.end == low and last.step == self.steps[place]:

@@ -166,7 +166,7 @@ def run_plan(
     )
     if optimizer == "muon":
         config.rules = [AdamW(), Muon()]
-        groups.refuse(config, ranks * nodes)
+        groups.refuse(config)
     limits: dict[str, str | int] = {
         name: text
         for name, text in (("gpu", gpu), ("host", host), ("ssd", ssd or "auto"))

@@ -50,12 +50,13 @@ from evener.zero.in_backward import Buffers, InBackward, refuse_clipping
 from evener.zero.lanes import Lanes
 from evener.zero.loading import Loading
 from evener.zero.passes import Passes
-from evener.zero.planner import Plan, slot_bytes
+from evener.zero.planner import Plan
 from evener.zero.profile import outgoing
 from evener.zero.ranks import Ranks
 from evener.zero.room import Room
 from evener.zero.scaler import LossScaler
 from evener.zero.scaling import Scaling
+from evener.zero.slots import at_once, slot_bytes
 from evener.zero.spans import Span, Spans
 from evener.zero.store import Store
 from evener.zero.updates import Updates
@@ -115,14 +116,18 @@ class Engine:
         self.spans = offload.spans if offload else Spans(device)
         self._scaling = Scaling(accumulation, clipping, scaler)
         self._account = Account(store, device, self.spans, plan, self.ranks.number)
-        groups = [chunk.group for chunk in self.chunks() if chunk.group.trainable]
-        streams = [group for group in groups if group.matrix or streaming]
+        carried = [
+            (at_once(c.group.matrices, c.states.weights.numel(), self.world), c.group)
+            for c in self.chunks()
+            if c.group.trainable
+        ]
+        streams = [(most, len(group.rule.moments)) for most, group in carried if most or streaming]
         self._lanes = Lanes(
             device,
             seed=seed,
-            ranks=(self.rank, self.world),
+            ranks=self.ranks,
             streaming=streaming,
-            largest=max((group.matrix for group in groups), default=0),
+            largest=max((most for most, _ in carried), default=0),
             spans=self.spans,
             ssd=store.ssd,
         )
@@ -165,7 +170,7 @@ class Engine:
             head=head,
             early=traced is not None,
         )
-        slots = slot_bytes([(g.matrix, len(g.rule.moments)) for g in streams], store.formats)
+        slots = slot_bytes(streams, store.formats)
         self.room = Room(
             store,
             device,
@@ -372,7 +377,7 @@ class Engine:
             chunk.norms = None
             chunk.given.clear()
             chunk.arrived.clear()
-        self._gradients.clear()
+        self._gradients.clear(groups)
 
     def chunks(self) -> Iterator[Chunk]:
         """All chunks in the order of the model."""

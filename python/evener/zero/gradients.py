@@ -20,7 +20,7 @@ it had delivered is passed over then: it comes once per pass.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -265,8 +265,12 @@ class Gradients:
             chunk.norms = self._norms(chunk, share)
             self._home(chunk, share, share)
 
-    def clear(self) -> None:
-        """Forget what was kept."""
+    def clear(self, groups: Container[int] | None = None) -> None:
+        """Forget what was kept (of `groups`, else all)."""
+        if groups is not None:
+            left = self._sums.items()
+            self._sums = {i: each for i, each in left if each[0].group.group not in groups}
+            return
         self._sums.clear()
         self._passes = 0
 

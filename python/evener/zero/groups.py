@@ -62,18 +62,18 @@ def made(
 
 
 def planned(
-    given: Optimizers | None, config: Config, ranks: int
+    given: Optimizers | None, config: Config
 ) -> Callable[[nn.Module], Mapping[nn.Parameter, int]]:
     """What numbers the groups of a model that is only planned; writes down their rules."""
     optimizers = listed(given)
-    with_rules(config, optimizers, ranks)
+    with_rules(config, optimizers)
     if not optimizers and config.muon is not None:
         return hidden
     found = numbers([group for one in optimizers for group in one.param_groups])
     return lambda _: found
 
 
-def with_rules(config: Config, optimizers: Sequence[torch.optim.Optimizer], ranks: int) -> None:
+def with_rules(config: Config, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Write down the rules of these optimizers. Raises UsageError for what they cannot be with."""
     if optimizers:
         each = [rule for one in optimizers for rule in _rules(one)]
@@ -82,12 +82,7 @@ def with_rules(config: Config, optimizers: Sequence[torch.optim.Optimizer], rank
         config.rules = each if several else []
     elif config.muon is not None:
         config.rules = rules_of(**config.muon)
-    refuse(config, ranks)
-    if len(optimizers) > 1 and ranks > 1:
-        raise UsageError(
-            f"{len(optimizers)} optimizers on {ranks} ranks: they step together on one alone",
-            "give one optimizer with several groups, or train with one rank",
-        )
+    refuse(config)
 
 
 def _rules(optimizer: torch.optim.Optimizer) -> list[rules.Rule]:
@@ -103,20 +98,31 @@ def rule_of(config: Config) -> Callable[[int], rules.Rule]:
     return lambda number: known.get(number, config.rule)
 
 
-def refuse(config: Config, ranks: int) -> None:
-    """Raise UsageError where matrices that are updated as a whole would not be whole."""
+def has_matrices(config: Config) -> bool:
+    """Whether a rule updates matrices as a whole."""
+    return any(rule.whole for rule in (config.rule, *config.rules))
+
+
+def refuse(config: Config) -> None:
+    """Raise UsageError where matrices that are updated as a whole have moments of one byte."""
     for rule in (config.rule, *config.rules):
-        if rule.whole and ranks > 1:
-            raise UsageError(
-                f"{rule.title} on {ranks} ranks: each has a part of every matrix, and its step "
-                "needs whole ones",
-                "train with one rank, or give these matrices to AdamW",
-            )
         if rule.whole and config.moments == torch.int8:
             raise UsageError(
                 f'evener.moments = "int8" with {rule.title}: its momentum has no form of one byte',
                 'use "bf16" or "fp32"',
             )
+
+
+def refuse_unlike(config: Config, makes: Sequence[str]) -> None:
+    """Raise UsageError where nodes with a copy of the states each would take products of matrices
+    on other `makes` of accelerators: their last bits differ, and copies would drift apart."""
+    given = sorted({*makes})
+    if has_matrices(config) and len(given) > 1:
+        raise UsageError(
+            f"matrices are updated as a whole, on each node for itself, by {' and '.join(given)}: "
+            "their products differ in the last bits, and so would the nodes' weights",
+            'set "evener": {"nodes": "shard"}, or use nodes of one kind',
+        )
 
 
 def of(

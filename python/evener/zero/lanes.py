@@ -10,7 +10,10 @@ a chunk block by block, while the next ones come and the last ones go home (`ssd
 
 A rule that takes whole matrices is the streaming lane's alone, so it is there for them also where
 nothing else streams: a slice is then a matrix, and slots have room for the largest. What such a
-matrix has on the SSD is read and written by that lane, between its copies.
+matrix has on the SSD is read and written by that lane, between its copies. Of several ranks each
+has a part of every matrix: then a job is one piece of work, whose parts pass through the slots
+twice, before and after what ranks exchange (`matrices`). A lane that fails there leaves the other
+ranks waiting, so no later job is begun: the others' collectives end by the group's timeout.
 
 # Who may touch what
 A slice belongs to the lane that took it. A chunk's `updated` is set when its last slice is done, or
@@ -22,10 +25,12 @@ their last slice home has passed.
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +39,9 @@ from evener.base import optimizers as _optimizers
 from evener.zero import exits
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device, Event
-from evener.zero.planner import SLOTS
+from evener.zero.matrices import GRADIENT, MOMENTUM, Shared, sliced
+from evener.zero.ranks import Ranks
+from evener.zero.slots import SLOTS
 from evener.zero.spans import Spans
 from evener.zero.ssd import BUFFERS, Ring, Ssd
 from evener.zero.states import BLOCK, SLICE, Noise, States, part, stride
@@ -43,19 +50,22 @@ from evener.zero.states import of as states_named
 
 @dataclass
 class Update:
-    """An optimizer step of one chunk: of the `runs` in this rank's share."""
+    """An optimizer step of one chunk: of the `runs` in this rank's share; `moving`: the places of
+    all that move, on any rank."""
 
     chunk: Chunk
     hyper: dict[str, Any]
     scale: float
     runs: list[Run]
+    moving: Set[int] = frozenset()
     done: Callable[[Chunk], None] = lambda _: None
     """Called when the chunk is updated, or (streamed) that is on its way."""
 
 
 @dataclass
 class _Slice:
-    """`runs`: what is updated; one, unless `block` is the number of a block on the SSD."""
+    """`runs`: what is updated; one, unless `block` is the number of a block on the SSD, or ranks
+    share matrices."""
 
     job: Update
     runs: list[Run]
@@ -95,14 +105,14 @@ def threads_for(cpus: int) -> int:
 
 class Lanes:
     """See the head of this file. `streaming`: whether there is the second lane for all. `largest`:
-    elements of the largest matrix that is updated as a whole; 0: there is none."""
+    elements that matrices bring through a slot at a time; 0: there are none."""
 
     def __init__(
         self,
         device: Device,
         *,
         seed: int = 0,
-        ranks: tuple[int, int] = (0, 1),
+        ranks: Ranks | None = None,
         streaming: bool = False,
         largest: int = 0,
         slice_numel: int = SLICE,
@@ -117,7 +127,7 @@ class Lanes:
         self.done = {"host": 0, "stream": 0}
         """Elements that each lane has updated."""
         self._seed = seed
-        self._rank, self._world = ranks
+        self._ranks = ranks or Ranks()
         # Whole blocks: a block of moments has one scale.
         self._slice = max(BLOCK, min(slice_numel, SLICE) // BLOCK * BLOCK)
         self._queue: collections.deque[_Slice] = collections.deque()
@@ -128,6 +138,10 @@ class Lanes:
         self._closed = False
         self._arrived: Event | None = None
         self._slots = [_Slot() for _ in range(SLOTS)]
+        self._turn = 0
+        self._apart: BaseException | None = None
+        """What failed in an update that ranks share: from then on they would exchange for different
+        chunks."""
         self._most = max(SLICE if streaming else 0, largest)
         lanes = [self._host_lane, *([self._streaming_lane] if self._most else [])]
         self._threads = [
@@ -152,6 +166,8 @@ class Lanes:
 
     def _cut(self, job: Update) -> list[_Slice]:
         if job.chunk.group.rule.whole:
+            if self._ranks.world > 1:  # also where this rank has nothing: all exchange
+                return [_Slice(job, job.runs)]
             return [_Slice(job, [run]) for run in job.runs]
         if job.chunk.away is None:
             return [
@@ -169,7 +185,7 @@ class Lanes:
 
     def wait(self) -> BaseException | None:
         """Until all that was put is done, also on the accelerator and on the SSD. What failed,
-        once; but what failed on the SSD always, as its states are lost."""
+        once; but what failed on the SSD, or where ranks exchange, always: states are lost."""
         with self._state:
             self._state.wait_for(
                 lambda: not self._queue and not self._busy and not self._unwritten()
@@ -178,7 +194,7 @@ class Lanes:
             if slot.empty is not None:
                 slot.empty.synchronize()
         failed, self._failed = self._failed, None
-        return failed or (self._ring.failed if self._ring else None)
+        return failed or self._apart or (self._ring.failed if self._ring else None)
 
     def _unwritten(self) -> bool:
         return self._ring is not None and self._ring.writing
@@ -186,7 +202,8 @@ class Lanes:
     @property
     def failed(self) -> bool:
         """Whether an update has failed."""
-        return self._failed is not None
+        lost = self._apart or (self._ring and self._ring.failed)
+        return (self._failed or lost) is not None
 
     def close(self) -> None:
         """Finish what was put, then stop."""
@@ -252,7 +269,7 @@ class Lanes:
             self._state.notify_all()
 
     def _noise(self, chunk: Chunk, begin: int) -> Noise:
-        return Noise(self._seed, chunk.index * self._world + self._rank, begin)
+        return Noise(self._seed, chunk.index * self._ranks.world + self._ranks.rank, begin)
 
     def _host_lane(self) -> None:
         self.device.attach()
@@ -310,59 +327,112 @@ class Lanes:
 
     def _streaming_lane(self) -> None:
         self.device.attach()
-        turn = 0
         while True:
-            slot = self._slots[turn % SLOTS]
-            turn += 1
-            if slot.empty is not None:
-                # Before the next slice is taken: it may be the host's until there is room.
-                slot.empty.synchronize()
+            # Before the next slice is taken: it may be the host's until there is room.
+            slot = self._free()
             piece = self._take(streaming=True)
             if piece is None:
                 return
             try:
-                self._through(piece, slot)
+                if piece.whole and self._ranks.world > 1:
+                    self._shared(piece, slot)
+                else:
+                    self._through(piece, slot)
             except BaseException as error:  # noqa: BLE001  # raised again by drain()
                 self._failed = error
                 if piece.job.chunk.away is not None and self._ring is not None:
                     self._ring.failed = self._ring.failed or error  # half is new, half is old
             self._finish(piece, "stream")
 
-    @torch.no_grad()
+    def _free(self) -> _Slot:
+        """The next slot, when it is empty."""
+        slot = self._slots[self._turn % SLOTS]
+        self._turn += 1
+        if slot.empty is not None:
+            slot.empty.synchronize()
+        return slot
+
     def _through(self, piece: _Slice, slot: _Slot) -> None:
+        job, (run,) = piece.job, piece.runs
+        rule = job.chunk.group.rule.of_shape(run.shape)
+
+        def update(there: dict[str, torch.Tensor]) -> None:
+            gradient, noise = there.pop(GRADIENT), self._noise(job.chunk, run.begin)
+            rule.on_device(states_named(there), gradient, job.hyper, run.step, job.scale, noise)
+
+        self._carry(job.chunk, run, slot, {*job.chunk.formats(), GRADIENT}, update)
+
+    def _shared(self, piece: _Slice, slot: _Slot) -> None:
+        """Matrices of which each rank has a part."""
+        if self._apart is not None:
+            raise self._apart
         job, chunk, device = piece.job, piece.job.chunk, self.device
+        slots = itertools.chain([slot], iter(self._free, None))
+        names = {*chunk.formats()}
+        try:
+            chunk.saved.wait()
+            with device.on("optimizer"):
+                shared = Shared(
+                    chunk, job.moving, job.hyper, job.scale, self._ranks, self._seed, device.device
+                )
+            runs = sliced(piece.runs, min(self._slice, self._most))
+            for run in runs:
+                half = partial(shared.first, run)
+                self._carry(chunk, run, next(slots), names & {MOMENTUM} | {GRADIENT}, half)
+            said = f"matrices {chunk.group.name}"
+            with (
+                self.spans.device("communication", "optimizer", said),
+                device.on("optimizer"),
+            ):
+                shared.exchange()
+            for run in runs:
+                half = partial(shared.last, run)
+                self._carry(chunk, run, next(slots), names - {MOMENTUM}, half)
+        except BaseException as error:
+            self._apart = error
+            raise
+
+    @torch.no_grad()
+    def _carry(
+        self,
+        chunk: Chunk,
+        run: Run,
+        slot: _Slot,
+        names: set[str],
+        compute: Callable[[dict[str, torch.Tensor]], None],
+    ) -> None:
+        """Bring what `names` says of a run to the accelerator, `compute` with it, and bring it home
+        again, but for the gradient."""
+        device = self.device
         assert chunk.gradient is not None
         chunk.saved.wait()
-        (run,) = piece.runs
-        numel = run.end - run.begin
         home = part(chunk.states, run.begin, run.end).tensors()
-        gradient = chunk.gradient[run.begin : run.end]
+        home = {each: tensor for each, tensor in home.items() if each in names}
         name = chunk.group.name
-        away = () if chunk.away is None else chunk.away.names
+        away = [] if chunk.away is None else [each for each in chunk.away.names if each in names]
         if away:
             with self.spans.host("wait", "streaming lane for the SSD", name):
                 home |= {each: chunk.read(each, run.begin, run.end) for each in away}
+        moving = dict(home)
+        if GRADIENT in names:
+            moving[GRADIENT] = chunk.gradient[run.begin : run.end]
+            if chunk.gradient_event is not None:
+                device.wait("states in", chunk.gradient_event)
         most = self._most
-        there = {each: slot.room(each, x, x.numel(), device, most) for each, x in home.items()}
-        moved = slot.room("gradient", gradient, numel, device, most)
-        if chunk.gradient_event is not None:
-            device.wait("states in", chunk.gradient_event)
+        there = {each: slot.room(each, x, x.numel(), device, most) for each, x in moving.items()}
         # A copy engine serves one stream for as long as it has something queued, and weights for
         # the next forward pass come by another: so there is never more than one slice queued, and
         # when that one is through, what waits elsewhere gets its turn.
         if self._arrived is not None:
             self._arrived.synchronize()
         with self.spans.device("copy", "states in", name), device.on("states in"):
-            for key, tensor in home.items():
+            for key, tensor in moving.items():
                 if key != "weights" or chunk.states.master is None:
                     there[key].copy_(tensor, non_blocking=True)
-            moved.copy_(gradient, non_blocking=True)
             self._arrived = device.record("states in")
         device.wait("optimizer", self._arrived)
         with self.spans.device("optimizer", "optimizer", name), device.on("optimizer"):
-            noise = self._noise(chunk, run.begin)
-            rule = chunk.group.rule.of_shape(run.shape)
-            rule.on_device(states_named(there), moved, job.hyper, run.step, job.scale, noise)
+            compute(dict(there))
         device.wait("states out", device.record("optimizer"))
         with self.spans.device("copy", "states out", name), device.on("states out"):
             for key, tensor in home.items():

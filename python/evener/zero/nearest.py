@@ -46,7 +46,7 @@ def nearest(
     `tokens`: of a micro-batch. More GPUs are taken to be in the same host, with its memory.
     """
 
-    whole = any(group.matrix for unit in units for group in unit.groups)
+    whole = any(group.matrices for unit in units for group in unit.groups)
 
     def ways(
         given: Config = config,
@@ -105,7 +105,7 @@ def nearest(
                 f"{size[:-2]} GB of an SSD (--ssd /folder:{size})",
                 (0, known),
             )
-        for more in () if whole else (2, 4, 8):  # ranks would share matrices out
+        for more in () if config.optimizer_in_backward else (2, 4, 8):
             shared = replace(budget, host=budget.host // more)
             if plan := ways(ranks=ranks * more).best(shared):
                 many = f"{ranks * more} GPUs in this host"

@@ -25,16 +25,15 @@ before the last without the optimizer; the last forward pass is played through c
 each waits for its update and its copy (`_next_forward`). Its operations are launched while the
 cores are busy with the optimizer, and that takes longer: the probe measures both. Where units ran
 on the accelerator before (`rehearsal`), what they took counts, not what their trace says. The
-optimizer
-runs at the cores' rate, or at that of both lanes (see `lanes`) where that was measured to be
-higher: then the streaming lane stands still while weights come in by the same wires. Matrices that
-are updated as a whole go through the accelerator, and its products for them are counted. States on
-the
-SSD are read and written once, at the rate of the file with both going on at once.
+optimizer runs at the cores' rate, or at that of both lanes (see `lanes`) where that was measured to
+be higher: then the streaming lane stands still while weights come in by the same wires. Matrices
+that are updated as a whole go through the accelerator; its products for them are counted, and what
+ranks exchange for them. States on the SSD are read and written once, at the rate of the file with
+both going on at once.
 
 With the optimizer in the backward pass it is beside that pass, and what comes in last is updated
 before the next forward pass: `T = max(backward, its copies, optimizer) + forward`, with what the
-first gradient takes to be there and the last one to be used (`in_backward_time`).
+first gradient takes to be there and the last one to be used (`step_time`).
 
 Where nodes have copies of the states, what crosses between them is in the last backward pass, which
 then takes as long as the longer of the two.
@@ -52,10 +51,12 @@ import torch
 
 from evener.base.budget import Budget
 from evener.zero.form import Form
-from evener.zero.in_backward_time import step_in_backward
+from evener.zero.owners import Matrix, load
 from evener.zero.profile import Held, Profile, peaks, step_seconds
+from evener.zero.slots import at_once, slot_bytes
 from evener.zero.ssd import SMALL, buffer_bytes, size_of
 from evener.zero.states import SLICE
+from evener.zero.step_time import step_after, step_in_backward
 from evener.zero.store import PLACES, Formats, share_of, size_on_host
 from evener.zero.units import ALIGN
 
@@ -68,9 +69,6 @@ leaving, in use, coming, and one not yet given back."""
 
 SMALL_THINGS = 64 << 10
 """Bytes beside an update, which cannot be run again: norms, the loss, roundings."""
-
-SLOTS = 3
-"""Slices on their way through the accelerator: one comes, one is updated, one leaves."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +128,10 @@ class Part:
     """Moments that its optimizer has."""
     scratch: int = 24
     """Bytes that an update on the accelerator takes beside the states, per element (`scratch`)."""
-    matrix: int = 0
-    """Elements of the largest matrix, where each is updated as a whole (on the accelerator)."""
-    flops: float = 0.0
-    """Operations of an update's matrix products."""
+    matrices: tuple[Matrix, ...] = ()
+    """Its parameters, where each is updated as a whole (on the accelerator)."""
+    halves: tuple[int, int] = (0, 0)
+    """`scratch` where ranks share them: of what is elementwise, and of the products."""
 
 
 @dataclass(frozen=True)
@@ -297,17 +295,18 @@ def _need(
     share = max((_share(p, work) for p in parts if p.trainable), default=0)
     # Updated on the accelerator is what lives there, and what streams through, slice by slice.
     there = (p for p in parts if p.trainable and _updated(p, resident, work))
-    scratch = max((p.scratch * (p.matrix or min(SLICE, _share(p, work))) for p in there), default=0)
+    scratch = max((_scratch(p, work) for p in there), default=0)
     scratch += scratch // 64 + SMALL_THINGS if scratch else 0
-    streams = [p for p in parts if p.trainable and (p.matrix or work.streaming)]
-    slots = slot_bytes([(p.matrix, p.moments) for p in streams], formats)
-    if machine.slack and any(p.matrix for p in streams):
+    streams = [p for p in parts if p.trainable and (p.matrices or work.streaming)]
+    carried = [(at_once(p.matrices, _share(p, work), work.ranks), p.moments) for p in streams]
+    slots = slot_bytes(carried, formats)
+    if machine.slack and any(p.matrices for p in streams):
         slots += WORKSPACE // 2  # the lane's own thread has products too
     slots += work.crossing.scratch(share, formats.gradient, work.replicas)
     beside = 0  # an update and what it reads, in the backward pass
     if formats.pool:
         within = {p.name for p in parts if p.trainable and not (p.stays or p.kept)}
-        if any(p.matrix or work.streaming for p in parts if p.name in within - resident):
+        if any(p.matrices or work.streaming for p in parts if p.name in within - resident):
             beside = scratch
     if work.profile is not None:
         weights, rest = peaks(
@@ -343,16 +342,19 @@ def _need(
 
 
 def _updated(part: Part, resident: Set[str], work: Work) -> bool:
-    return part.stays or part.name in resident or work.streaming or part.matrix > 0
+    return part.stays or part.name in resident or work.streaming or bool(part.matrices)
 
 
-def slot_bytes(streams: Sequence[tuple[int, int]], formats: Formats) -> int:
-    """Bytes of the streaming lane's slots. streams: of each chunk that may pass through them, the
-    elements of its largest matrix (0: it goes by slices) and how many moments it has."""
-    if not streams:
-        return 0
-    most = max(matrix or SLICE for matrix, _ in streams)
-    return int(SLOTS * most * formats.host_bytes(max(moments for _, moments in streams)))
+def _scratch(part: Part, work: Work) -> int:
+    share = _share(part, work)
+    if not part.matrices:
+        return part.scratch * min(SLICE, share)
+    largest = max(matrix.numel for matrix in part.matrices)
+    if work.ranks == 1:
+        return part.scratch * largest
+    held = load(part.matrices, share, work.ranks).held * torch.bfloat16.itemsize
+    each, products = part.halves
+    return held + max(each * min(SLICE, share), products * largest)
 
 
 def lost(
@@ -506,7 +508,7 @@ def plan(
         step, bound = step_in_backward(times, below, max(1, sum(p.numel for p in places)))
     else:
         last = _next_forward(places, times, formats, work, machine, trainable)
-        step, bound = _step(times, work, last)
+        step, bound = step_after(times, work.accumulation, last)
     tokens = work.tokens * work.accumulation * work.ranks * work.replicas
     return Plan(
         fits=not problem,
@@ -553,7 +555,8 @@ def _spilled(
 
     trained = [part for part in parts if part.trainable]
     host += buffer_bytes(max(map(width, trained), default=0))
-    host += max((part.matrix * width(part) for part in trained), default=0)  # one comes as a whole
+    carried = [at_once(p.matrices, _share(p, work), work.ranks) * width(p) for p in trained]
+    host += max(carried, default=0)
     places, used = list(places), 0
     for at in reversed(range(len(places))):
         part, place = parts[at], places[at]
@@ -616,13 +619,15 @@ def _times(
         crossing = _crossing(parts, formats, work) / machine.between
     arriving = moved * formats.compute.itemsize / machine.h2d
     trained = {p.name: p for p in parts if p.trainable}
-    whole = [trained[p.name] for p in below if p.name in trained and trained[p.name].matrix]
-    sliced = updated - sum(p.numel for p in whole)
+    whole = [trained[p.name] for p in below if p.name in trained and trained[p.name].matrices]
+    sliced = updated - sum(p.numel for p in whole) / work.ranks
     optimizer = sliced / machine.host_adam
     if work.streaming and machine.balanced:
         optimizer = min(optimizer, (sliced + machine.streamed * arriving) / machine.balanced)
-    matrices = sum(p.numel * formats.host_bytes(p.moments) for p in whole)
-    there = sum(trained[p.name].flops for p in places if p.where == "gpu" and p.name in trained)
+    matrices = sum(p.numel * formats.host_bytes(p.moments) for p in whole) / work.ranks
+    here = [trained[p.name] for p in places if p.where == "gpu" and p.name in trained]
+    (products, swapped), (there, swapped_here) = (_products(p, work) for p in (whole, here))
+    wire = torch.bfloat16.itemsize / machine.network if machine.network else 0.0
     return {
         "forward": forward,
         "forward beside the optimizer": beside,
@@ -631,15 +636,25 @@ def _times(
         "gradients out": updated * formats.gradient.itemsize / machine.d2h,
         "host optimizer": optimizer,
         "matrices in and out": matrices / min(machine.h2d, machine.d2h),
-        "matrices": sum(p.flops for p in whole) / machine.flops,
+        "matrices": products / machine.flops,
+        "matrices between ranks": swapped * wire,
         "activations out": work.offloaded / machine.d2h,
-        "device optimizer": kept / machine.device_adam + there / machine.flops,
+        "device optimizer": kept / machine.device_adam
+        + there / machine.flops
+        + swapped_here * wire,
         "gather": gathered,
         "gather again": again,
         "between nodes": crossing,
         "owed in and out": owed / min(machine.h2d, machine.d2h),
         "SSD": 2 * sum(p.away for p in places) / machine.ssd if machine.ssd else 0.0,
     }
+
+
+def _products(parts: Sequence[Part], work: Work) -> tuple[float, int]:
+    """Of the busiest rank: operations of the products of these chunks' matrices, and elements that
+    cross for them."""
+    found = [load(p.matrices, _share(p, work), work.ranks) for p in parts if p.matrices]
+    return sum(each.flops for each in found), sum(each.crossing for each in found)
 
 
 def _next_forward(
@@ -654,7 +669,7 @@ def _next_forward(
     gradient goes out, then chunk after chunk is updated, comes in and is computed with. What a unit
     computes is taken as its share of the parameters."""
     mine = [p for p in places if p.where != "gpu" and p.name in trainable]
-    matrices = times["matrices in and out"] + times["matrices"]
+    matrices = times["matrices in and out"] + times["matrices"] + times["matrices between ranks"]
     share = max(times["host optimizer"], matrices) / max(1, sum(p.numel for p in mine))
     each = times["SSD"] / max(1, sum(p.away for p in places))
     compute = times["forward beside the optimizer"] / max(1, sum(p.numel for p in places))
@@ -669,37 +684,3 @@ def _next_forward(
             done = max(done, arrived)
         done += place.numel * compute
     return done
-
-
-def _step(times: dict[str, float], work: Work, next_forward: float) -> tuple[float, str]:
-    forward = {
-        "GPU": times["forward"],
-        "PCIe": max(times["weights in"], times["activations out"]),
-        "network": times["gather"],
-    }
-    backward = {
-        "GPU": times["backward"],
-        "PCIe": max(times["weights in"] + times["activations out"], times["gradients out"]),
-        "network": times["gather again"] + times["gather"],
-    }
-    crossing = {
-        **backward,
-        "PCIe": backward["PCIe"] + times["owed in and out"],
-        "network": backward["network"] + times["between nodes"],
-    }
-    last = {
-        **forward,
-        "GPU": times["forward beside the optimizer"] + times["matrices"],
-        "PCIe": forward["PCIe"] + times["matrices in and out"],
-        "host memory": times["host optimizer"],
-        "SSD": times["SSD"],
-    }
-    phases = [backward] * (work.accumulation - 1) + [crossing]
-    phases += [forward] * (work.accumulation - 1) + [last]
-    blame: dict[str, float] = {}
-    for phase in phases:
-        name = max(phase, key=lambda name: phase[name])
-        took = max(phase[name], next_forward) if phase is last else phase[name]
-        blame[name] = blame.get(name, 0.0) + took
-    blame["GPU"] = blame.get("GPU", 0.0) + times["device optimizer"]
-    return sum(blame.values()), max(blame, key=lambda name: blame[name])

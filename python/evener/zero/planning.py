@@ -22,7 +22,7 @@ from evener.zero.planner import Machine, Part, Plan, Work, least_gpu
 from evener.zero.planner import plan as pure_plan
 from evener.zero.profile import Profile
 from evener.zero.rules import Rule
-from evener.zero.scratch import scratch_of
+from evener.zero.scratch import halves_of, scratch_of
 from evener.zero.store import Formats
 from evener.zero.trace import timed_trace
 from evener.zero.units import Unit, cut
@@ -67,6 +67,17 @@ def plan_units(
     return ways.best(budget) or ways.closest(budget)
 
 
+def budget_of(config: Config, device: torch.device, ranks_here: int) -> budgets.Budget:
+    """What the configuration gives each of the ranks that are on this host."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        return budgets.resolve(config.budget, gpu_free=free, ranks_here=ranks_here)
+    # The simulated accelerator is host memory: half of it each.
+    shares = 2 * ranks_here
+    half = int(budgets.host_free() * budgets.KEEP) // shares
+    return budgets.resolve(config.budget, gpu_free=half, ranks_here=shares)
+
+
 @dataclass(frozen=True)
 class Ways:
     """All ways that a configuration leaves open, as `planner` takes them. `tight`: the same by an
@@ -109,13 +120,19 @@ class Ways:
         holes = machine.slack > 0 and profile is not None
         tight = [replace(work, pools=False) for work in works] if holes else []
         known: dict[str, int] = {}
+        halved: dict[str, tuple[int, int]] = {}
 
         def scratch(rule: Rule) -> int:
             if rule.name not in known:
                 known[rule.name] = scratch_of(rule, formats_of(config), cuda=machine.slack > 0)
             return known[rule.name]
 
-        parts = shapes.parts_of(units, scratch)
+        def halves(rule: Rule) -> tuple[int, int]:
+            if rule.name not in halved:
+                halved[rule.name] = halves_of(rule, formats_of(config))
+            return halved[rule.name]
+
+        parts = shapes.parts_of(units, scratch, halves)
         return cls(parts, formats_of(config), machine, works, tight)
 
     def best(self, budget: budgets.Budget) -> Plan | None:

@@ -9,7 +9,7 @@ sum is made in one place and sent to all, so the copies stay equal bit for bit.
 There are two communicators in a node because two threads issue collectives: the loader gathers
 weights, the training thread reduces gradients. Each thread's order is the same on every rank; how
 the two interleave is not, and one communicator would need that too (ranks would wait for each other
-for ever).
+for ever). Where matrices are updated as a whole (`matrices`), the streaming lane has a third.
 
 NCCL's buffers lie beside torch's allocator and grow with channels, peers and algorithms. So that a
 budget can hold: channels are bounded, all collectives here are of the ring's kind (an all-reduce
@@ -46,6 +46,7 @@ class Ranks:
     world: int = 1
     weights: dist.ProcessGroup | None = None
     gradients: dist.ProcessGroup | None = None
+    matrices: dist.ProcessGroup | None = None
     bytes: int = 0
     """Accelerator memory of the communicators."""
     network: float = 0.0
@@ -106,6 +107,13 @@ class Ranks:
         """`share` [n] of the mean of every rank's `whole` [world * n]; on the training thread."""
         dist.reduce_scatter_tensor(share, whole, group=self.gradients)
         share /= self.world
+
+    def swap(
+        self, came: torch.Tensor, sent: torch.Tensor, sizes: list[int], given: list[int]
+    ) -> None:
+        """`given[r]` elements of `sent` go to rank r, `sizes[r]` come from it into `came`, each in
+        the order of ranks; what does not cross is copied. See `matrices` for the threads."""
+        dist.all_to_all_single(came, sent, sizes, given, group=self.matrices)
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's scalar, the same bits on all; on the training thread."""
@@ -252,9 +260,11 @@ def join(
     nodes: Layout | None = None,
     between: Crossing | None = None,
     form: Form | None = None,
+    matrices: bool = False,
 ) -> Ranks:
     """The ranks of the default process group, in communicators of their own; alone without one.
-    `nodes`: each has a copy of the states, with `between` among them."""
+    `nodes`: each has a copy of the states, with `between` among them. `matrices`: some are updated
+    as a whole."""
     size = world_size()
     if size == 1:
         return Ranks()
@@ -273,11 +283,14 @@ def join(
     if world == 1:
         return alone
     cuda, before = device.type == "cuda", taken(device)
-    made = []
-    for name in ("weights", "gradients"):
+
+    def made(name: str) -> dist.ProcessGroup:
         groups = [group_of(device, name, members) for members in sets]
-        made.append(next(g for g, members in zip(groups, sets, strict=True) if number in members))
-    ranks = replace(alone, weights=made[0], gradients=made[1])
+        return next(g for g, members in zip(groups, sets, strict=True) if number in members)
+
+    ranks = replace(alone, weights=made("weights"), gradients=made("gradients"))
+    if matrices:
+        ranks = replace(ranks, matrices=made("matrices"))
     if not cuda:
         return ranks
     for numel in (world, WARM // world * world):
@@ -287,6 +300,9 @@ def join(
         dist.broadcast(whole, group_src=0, group=ranks.weights)
         ranks.reduce(share, whole)
         ranks.total(share[:1])
+        if matrices:
+            each = [numel // world] * world
+            ranks.swap(torch.empty_like(whole), whole, each, each)
     torch.cuda.synchronize(device)
     start = time.perf_counter()
     for _ in range(4):
@@ -296,6 +312,16 @@ def join(
     del whole, share
     more = max(0, taken(device) - before)
     return replace(ranks, bytes=ranks.bytes + more, network=rate)
+
+
+def makes(device: torch.device) -> list[str]:
+    """What products of matrices run on, in words that are equal where their bits are: of all ranks
+    of the default process group. Collective."""
+    cuda = device.type == "cuda"
+    mine = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def group_of(device: torch.device, name: str, members: list[int]) -> dist.ProcessGroup:

@@ -18,8 +18,12 @@ from evener.zero.rules import Rule
 from evener.zero.units import Unit
 
 
-def parts_of(units: list[Unit], scratch: Callable[[Rule], int] = lambda _: 0) -> list[Part]:
-    """One part a chunk. `scratch`: bytes of a rule's update per element, see `Part`."""
+def parts_of(
+    units: list[Unit],
+    scratch: Callable[[Rule], int] = lambda _: 0,
+    halves: Callable[[Rule], tuple[int, int]] = lambda _: (0, 0),
+) -> list[Part]:
+    """One part a chunk. `scratch`, `halves`: bytes of a rule's update per element, see `Part`."""
     return [
         Part(
             group.name,
@@ -32,8 +36,8 @@ def parts_of(units: list[Unit], scratch: Callable[[Rule], int] = lambda _: 0) ->
             vectors=sum(p.numel for p in group.pieces if len(p.shape) <= 1),
             moments=len(group.rule.moments),
             scratch=scratch(group.rule) if group.trainable else 0,
-            matrix=group.matrix,
-            flops=sum(group.rule.flops(p.shape) for p in group.pieces) if group.matrix else 0.0,
+            matrices=group.matrices,
+            halves=halves(group.rule) if group.matrices else (0, 0),
         )
         for number, unit in enumerate(units)
         for group in unit.groups

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from evener.base.optimizers import BLOCK
+from evener.zero.owners import Matrix
 from evener.zero.rules import AdamW, Rule
 
 FROZEN = -1
@@ -58,11 +59,11 @@ class Group:
     """The optimizer of its parameters, where it is trainable."""
 
     @property
-    def matrix(self) -> int:
-        """Elements of the largest parameter, where each is updated as a whole; else 0."""
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Its parameters, where each is updated as a whole; else none."""
         if not (self.trainable and self.rule.whole):
-            return 0
-        return max(piece.numel for piece in self.pieces)
+            return ()
+        return tuple(Matrix(p.offset, p.numel, self.rule.flops(p.shape)) for p in self.pieces)
 
     @property
     def trainable(self) -> bool:

@@ -10,9 +10,10 @@ import torch
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device
 from evener.zero.lanes import Lanes, Update
+from evener.zero.matrices import GRADIENT, MOMENTUM, Shared, sliced
 from evener.zero.ranks import Ranks
 from evener.zero.spans import Spans
-from evener.zero.states import Noise, part
+from evener.zero.states import SLICE, Noise, part
 
 
 class Updates:
@@ -50,11 +51,12 @@ class Updates:
         runs = chunk.begin_step(places, self._ranks.rank)
         given = groups[chunk.group.group]
         hyper = {name: now(given[name]) for name in chunk.group.rule.values}
+        job = Update(chunk, hyper, scale, runs, places)
         if chunk.resident:
-            self._resident(chunk, hyper, scale, runs)
+            self._resident(job)
             return None
         chunk.updated.clear()
-        return Update(chunk, hyper, scale, runs)
+        return job
 
     def moving(self, chunks: list[Chunk]) -> list[set[int]]:
         """The places of the parameters that had a gradient on any rank. Collective."""
@@ -70,25 +72,46 @@ class Updates:
         return found
 
     @torch.no_grad()
-    def _resident(self, chunk: Chunk, hyper: dict[str, Any], scale: float, runs: list[Run]) -> None:
-        assert chunk.gradient is not None
-        stream = chunk.index * self._ranks.world + self._ranks.rank
+    def _resident(self, job: Update) -> None:
+        chunk, runs = job.chunk, job.runs
         with self._spans.host("wait", "training for the checkpoint", chunk.group.name):
             chunk.saved.wait()
         with self._spans.device("optimizer", "compute", chunk.group.name):
-            for run in runs:
-                chunk.group.rule.of_shape(run.shape).on_device(
-                    part(chunk.states, run.begin, run.end),
-                    chunk.gradient[run.begin : run.end],
-                    hyper,
-                    run.step,
-                    scale,
-                    Noise(self._seed, stream, run.begin),
-                )
+            if chunk.group.rule.whole and self._ranks.world > 1:
+                self._shared(job)
+            else:
+                self._alone(chunk, job.hyper, job.scale, runs)
         if self._ranks.world == 1:
             chunk.stale, chunk.loaded = False, True
         else:
             self._device.wait("h2d", self._device.record("compute"))
+
+    def _alone(self, chunk: Chunk, hyper: dict[str, Any], scale: float, runs: list[Run]) -> None:
+        assert chunk.gradient is not None
+        stream = chunk.index * self._ranks.world + self._ranks.rank
+        for run in runs:
+            chunk.group.rule.of_shape(run.shape).on_device(
+                part(chunk.states, run.begin, run.end),
+                chunk.gradient[run.begin : run.end],
+                hyper,
+                run.step,
+                scale,
+                Noise(self._seed, stream, run.begin),
+            )
+
+    def _shared(self, job: Update) -> None:
+        """Matrices of which each rank has a part."""
+        chunk, runs = job.chunk, sliced(job.runs, SLICE)
+        momentum, gradient = chunk.states.first, chunk.gradient
+        assert momentum is not None and gradient is not None
+        update = Shared(chunk, job.moving, job.hyper, job.scale, self._ranks, self._seed,
+                        self._device.device)  # fmt: skip
+        for run in runs:
+            mine = slice(run.begin, run.end)
+            update.first(run, {MOMENTUM: momentum[mine], GRADIENT: gradient[mine]})
+        update.exchange()
+        for run in runs:
+            update.last(run, part(chunk.states, run.begin, run.end).tensors())
 
 
 def now(value: Any) -> Any:

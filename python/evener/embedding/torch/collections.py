@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from evener.base.given import fields, given
 from evener.embedding import Normal, Options, Uniform
@@ -373,7 +374,7 @@ class EmbeddingBagCollection(_Collection):
         """As given."""
         return self.configs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def forward(self, features: Any) -> KeyedTensor:
         """[batch, dim] of each feature, tables in their order.
 
@@ -459,7 +460,7 @@ class EmbeddingCollection(_Collection):
         """As given."""
         return self.configs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def forward(self, features: Any) -> dict[str, JaggedTensor]:
         """Rows [ids of the feature, dim] of each feature, with its offsets."""
         jagged = Jagged.of(features)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from evener.base.given import given
 from evener.embedding import Options, SsdTier, Store
@@ -180,7 +181,7 @@ class _Dynamic(nn.Module):
 class DynamicEmbedding(_Dynamic):
     """`nn.Embedding` without a vocabulary. In `eval()` or under `no_grad` it never inserts."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def forward(self, input: Any) -> torch.Tensor:
         """float32 [*, dim] for integer ids [*] (or a list of strings)."""
         given = self._keys(input)
@@ -234,7 +235,7 @@ class DynamicEmbeddingBag(_Dynamic):
         super().__init__(options, name, **rest)
         self.mode, self.include_last_offset = mode, include_last_offset
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def forward(
         self,
         input: Any,

@@ -29,7 +29,7 @@ WHOLE = {
 }
 """Optimizers that are not elementwise, and why: what they do needs a parameter as a whole, and here
 it is updated in slices, on several ranks and by two lanes, none of which sees the others. Muon is
-the one that was worth lanes of whole matrices."""
+the one that was worth lanes of whole matrices, and an exchange between ranks (`matrices`)."""
 
 
 def named(name: str, **given: Any) -> Rule:

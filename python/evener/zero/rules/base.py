@@ -3,8 +3,8 @@
 A rule is elementwise: the new weight of an element depends on that element's weight, gradient and
 moments alone. So a step may be cut into slices anywhere, and the slices may be updated anywhere.
 The exception is a rule that is `whole`: it takes matrices one by one, each as a whole and on the
-accelerator. A rule must give its `formula` in torch operations; that is enough to train. It may
-give faster forms:
+accelerator (`matrices`: on several ranks). A rule must give its `formula` in torch operations; that
+is enough to train. It may give faster forms:
 
 - `on_host`: a fused kernel of `crates/kernels` (else the formula, on the cores);
 - `on_device`: a Triton kernel (else the formula, on the GPU).

@@ -12,7 +12,7 @@ from evener.base import optimizers as _optimizers
 from evener.base import torch_names
 from evener.errors import UsageError
 from evener.zero.rules.base import Rule
-from evener.zero.states import Noise, States
+from evener.zero.states import Noise, States, pack_into, random_bits, random_key
 
 
 class Muon(Rule):
@@ -54,7 +54,7 @@ class Muon(Rule):
         torch_names.muon()
         return super().read(title, defaults)
 
-    def of_shape(self, shape: torch.Size | None) -> Rule:
+    def of_shape(self, shape: torch.Size | None) -> Muon:
         """See `Rule.of_shape`."""
         made = copy.copy(self)
         made._shape = shape
@@ -79,6 +79,54 @@ class Muon(Rule):
             raise RuntimeError(f"{w.numel()} elements are no matrix of {self._shape}")
         one, gradient, momentum = ([x.view(self._shape)] for x in (w, g, *moments))
         torch_names.muon()(one, gradient, momentum, has_complex=False, **hyper)
+
+    def first_half(
+        self,
+        momentum: torch.Tensor,
+        gradient: torch.Tensor,
+        hyper: Mapping[str, Any],
+        step: int,
+        scale: float,
+        noise: Noise,
+    ) -> torch.Tensor:
+        """Move any elements' momentum; what the products take of them, bfloat16 [n]. With
+        `products` and `second_half` it is `on_device`, where no rank has a matrix as a whole."""
+        g, m = gradient.float() * scale, momentum.float()
+        m.lerp_(g, 1 - hyper["momentum"])  # in place, where it is float32
+        change = g.lerp_(m, hyper["momentum"]) if hyper["nesterov"] else m
+        if momentum.dtype != torch.float32:
+            key = random_key(noise.seed, step, noise.stream)
+            random = random_bits(m.numel(), key, noise.offset, m.device)
+            pack_into(momentum, "first", m, random)
+        return change.bfloat16()
+
+    def products(self, change: torch.Tensor, hyper: Mapping[str, Any]) -> torch.Tensor:
+        """Of a whole matrix, bfloat16, which is overwritten."""
+        found: torch.Tensor = torch_names.newton_schulz()(
+            change, hyper["ns_coefficients"], hyper["ns_steps"], hyper["eps"]
+        )
+        return found
+
+    def second_half(
+        self,
+        states: States,
+        change: torch.Tensor,
+        hyper: Mapping[str, Any],
+        step: int,
+        noise: Noise,
+    ) -> None:
+        """Move any elements' weights by what the products made of them, after `of_shape`."""
+        lr = hyper["lr"]
+        rate = torch_names.adjusted_rate()(lr, hyper["adjust_lr_fn"], self._shape)
+        w = states.full()
+        if w is states.weights or w is states.master:
+            w = w.clone()
+        w.mul_(1 - lr * hyper["weight_decay"]).add_(change, alpha=-rate)
+        random = None
+        if states.rounded:
+            key = random_key(noise.seed, step, noise.stream)
+            random = random_bits(w.numel(), key, noise.offset, w.device)
+        states.store(w, random)
 
     def on_host(
         self,
