@@ -154,7 +154,7 @@ memory with FP32 states, and the second with BF16 ones."""
 def _beside(
     size: str, rows: int = BATCH, host: int = 110, **own: Any
 ) -> Callable[..., dict[str, Any]]:
-    """Beside the peers: 1024 tokens a row, the whole GPU and so many GB of host memory."""
+    """Beside the peers: 1024 tokens a row, the whole GPU and `host` GB of host memory."""
     own = {"budget": {"gpu": 76 * GB, "host": host * GB}, "checkpointing": True, **own}
     lr = 1e-6 if size == "14B" else HYPER["lr"]
     return lambda *_: evener(*_SIZES[size], rows, 3, lr=lr, **own)

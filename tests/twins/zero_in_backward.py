@@ -352,4 +352,4 @@ ENDS = {
     "a gradient that is not finite is used": "the norm of all gradients is not finite",
     "nothing is refused": "is used again in a backward pass",
 }
-TWIN = Twin("zero_in_backward", PROGRAMS, check, FAULTS, ENDS, programs_per_round=200)
+TWIN = Twin("zero_in_backward", PROGRAMS, check, FAULTS, ENDS, programs_per_round=80)

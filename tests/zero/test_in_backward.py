@@ -240,9 +240,15 @@ def test_few_buffers_and_the_pass_waits_for_one() -> None:
     seen: list[int] = []
     plain = AdamW.on_host
 
+    def held() -> int:
+        return sum(c.gradient is not None for c in engine.chunks() if not c.resident)
+
     def slow(*given: Any, **keywords: Any) -> Any:
-        seen.append(sum(c.gradient is not None for c in engine.chunks() if not c.resident))
-        time.sleep(0.002)
+        until = time.monotonic() + 30
+        while not seen and held() < 3 and time.monotonic() < until:
+            time.sleep(0.001)  # the first update waits for a pass that cannot go on
+        time.sleep(0.01 if not seen else 0)
+        seen.append(held())
         return plain(*given, **keywords)
 
     with mock.patch.object(AdamW, "on_host", slow):
