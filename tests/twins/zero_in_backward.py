@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -29,7 +30,18 @@ from evener.zero.engine import Engine
 from evener.zero.in_backward import InBackward
 from evener.zero.lanes import Lanes
 from tests.twins.harness import Twin
-from tests.twins.zero import LOSSES, MACHINE, WORDS, Block, Net, _ce, _optimizer, _scheduled
+from tests.twins.zero import (
+    LOSSES,
+    MACHINE,
+    WORDS,
+    Block,
+    Net,
+    _all,
+    _ce,
+    _nothing,
+    _optimizer,
+    _scheduled,
+)
 
 WIDTH = 16
 PLAIN = sorted(LOSSES.keys() - {"cooled", "masked", "written view"})
@@ -341,7 +353,9 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "weights on the accelerator stay those of the last step": _put(InBackward, "step", _old),
     "a gradient that is not finite is used": _put(InBackward, "sound", lambda *_: True),
     "a gradient is read before it is there": _put(gradients.Gradients, "_home", _before),
-    "nothing is refused": _put(InBackward, "refuse_open", lambda *_: None),
+    "nothing is refused": partial(
+        _all, *(_put(InBackward, name, _nothing) for name in ("refuse_open", "refuse_late"))
+    ),
     "a tied weight is updated with a part of its gradient": _put(
         Engine, "_make_gradients", lambda self, *given: _apart(_make(self, *given))
     ),
@@ -350,6 +364,5 @@ ENDS = {
     # Others notice these before anything is compared.
     "a tied weight is updated with a part of its gradient": "is used again in a backward pass",
     "a gradient that is not finite is used": "the norm of all gradients is not finite",
-    "nothing is refused": "is used again in a backward pass",
 }
 TWIN = Twin("zero_in_backward", PROGRAMS, check, FAULTS, ENDS, programs_per_round=80)

@@ -395,6 +395,21 @@ def test_between_backward_and_step(call: str, where: str) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
 
 
+def test_states_may_be_read_between_the_two_passes() -> None:
+    found = []
+    for asks in (True, False):
+        engine = start(made(), True)
+        for tokens in batches(3):
+            loss = loss_of(engine, tokens)
+            if asks:
+                engine.drain()
+            engine.backward(loss)
+            engine.step()
+        found.append(whole(engine))
+        engine.close()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+
+
 def test_two_losses_and_one_step_are_refused() -> None:
     engine = start(made(), True)
     one, two = (loss_of(engine, tokens) for tokens in batches(2))

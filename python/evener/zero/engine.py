@@ -388,7 +388,8 @@ class Engine:
         """Wait until every optimizer step that was begun is done. Raises what failed in one, and
         UsageError where the backward pass has updated weights and no step has ended it."""
         if self._early is not None:
-            self.flush()
+            if self._gradients.open:  # not between a forward pass and its backward pass
+                self.flush()
             self._early.refuse_open("reading or saving states")
         self.settle()
 

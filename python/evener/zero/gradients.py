@@ -96,7 +96,7 @@ class Gradients:
         self._ready: dict[int, torch.Tensor] = {}
         self._next = 0
         self._after = False
-        self._open = False
+        self.open = False
         """Whether a backward pass may have brought something."""
         self._passes = 0
         self.came = 0
@@ -105,7 +105,7 @@ class Gradients:
 
     def add(self, chunk: Chunk, place: int, gradient: torch.Tensor) -> None:
         """One parameter's gradient; the chunk's leave when it is the last one."""
-        self._open = True
+        self.open = True
         if self._early is not None:
             self._early.refuse_late(chunk)
             self._call = torch._C._current_graph_task_id()
@@ -137,11 +137,11 @@ class Gradients:
         self._outer.clear()
         if self._early is not None:
             self._early.end()
-        if self._open and self._shared:
+        if self.open and self._shared:
             self._passes += 1
             if not self._once:
                 self._release(all_of_them=True)
-        self._open = False
+        self.open = False
         self._again.clear()
         self._delivered.clear()
         self._leaving = [entry for entry in self._leaving if not entry[0].query()]
@@ -182,12 +182,12 @@ class Gradients:
         if early is not None and self._call == torch._C._current_graph_task_id():
             early.through([c for c in chunks if c.index not in self._ends])
         else:
-            if self._open:
+            if self.open:
                 self.end(chunks)
             if early is not None:
                 early.refuse_open("a second backward pass")
         self._outer = {chunk.index: dict(chunk.arrived) for chunk in chunks if chunk.arrived}
-        self._open = True
+        self.open = True
         for chunk in chunks:
             chunk.touched = False
         self._again.clear()
