@@ -115,6 +115,8 @@ class Side:
 
     def train(self, call: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         loss = call(self.engine)
+        if self.program["seed"] % 2:
+            self.engine.drain()
         self.engine.backward(loss)
         norm = self.engine.norm()
         self.step()
