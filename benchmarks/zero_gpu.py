@@ -68,7 +68,7 @@ def evener(
     """The engine; `own`: keys of its section of the configuration."""
     config = {
         "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 0.0 if own.get("optimizer_in_backward") else 1.0,
         "optimizer": {"type": "AdamW", "params": HYPER | {"lr": lr}},
         "evener": {"checkpointing": True, "device": "cuda", "loss": "chunked", **own},
     }
@@ -211,6 +211,9 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "whole, 18.5B, int8 moments": _whole(40, moments="int8"),
     "whole, 18.5B, int8 moments, no copy": _whole(40, moments="int8", master=False),
     "whole, 27.6B, int8 moments, no copy": _whole(60, moments="int8", master=False),
+    "whole, 27.6B, int8 moments, no copy, in backward": _whole(
+        60, moments="int8", master=False, optimizer_in_backward=True
+    ),
     "long, 32k, whole": _long(1 << 15, tiles=False),
     "long, 32k, tiles": _long(1 << 15, tiles=True),
     "long, 64k, tiles": _long(1 << 16, tiles=True),

@@ -1,13 +1,14 @@
-"""The largest model that the memory engine trains, without an SSD and with one.
+"""The largest model that the memory engine trains: without an SSD, with one, and with one and the
+optimizer in the backward pass.
 
     python benchmarks/zero_ssd.py FOLDER [--gpu 4GB --host 14GB --ssd 36GB] [--json FILE]
 
-Without and with, each in a process of its own, the machine is measured, the most layers of width
+Each of the three in a process of its own, the machine is measured, the most layers of width
 2560 that fit are searched by plan, one layer more must be refused, and the largest is trained for
 --steps steps of 1 x 1024 tokens. Reported: peaks of GPU and host and bytes read and written against
 the plan; seconds per step against the bound backward + max(forward, bytes / the tier's rate of
 reading and writing at once). Forward and backward are timed alone. --tiny: the same code on a CPU,
-with limits of megabytes; it checks itself, and measures nothing. GB are 1e9 bytes.
+with limits of megabytes; it checks itself, and times are of no GPU. GB are 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
 }
 
+IN_BACKWARD = "with, in backward"
+CASES = ("without", "with", IN_BACKWARD)
+LIMITS: dict[str, Any] = {
+    "gpu": "4GB", "host": "14GB", "ssd": "36GB", "width": 2560, "layers": 80,
+}  # fmt: skip
+TINY: dict[str, Any] = {
+    "gpu": "170MB", "host": "520MB", "ssd": "600MB", "width": 256, "layers": 60,
+}  # fmt: skip
+
 
 def idle(engine: zero.Engine) -> float:
     """The time at which nothing is under way any more."""
@@ -51,7 +61,7 @@ class Case:
         self.budget: dict[str, str | int] = {"gpu": given.gpu, "host": given.host}
         self.machine = zero.probe(self.device).machine
         self.rates: ssd.Rates | None = None
-        if given.case == "with":
+        if given.case != "without":
             self.budget["ssd"] = f"{given.folder}:{given.ssd}"
             size, seconds = (4 * GB, 3.0) if cuda else (64 << 20, 0.2)
             self.rates = ssd.measure(str(given.folder), size, seconds)
@@ -59,6 +69,9 @@ class Case:
         own = {"checkpointing": "auto", "loss": "chunked", "rehearse": False}
         own |= {"device": "cuda" if cuda else "simulated", "budget": self.budget}
         self.config = {**CONFIG, "evener": own}
+        if given.case == IN_BACKWARD:
+            own["optimizer_in_backward"] = True
+            self.config["gradient_clipping"] = 0.0
 
     def fits(self, layers: int) -> bool:
         """Whether a model of this many layers does, by plan."""
@@ -149,7 +162,7 @@ def show(name: str, found: dict[str, Any]) -> list[str]:
     """Print a case; what is not as it must be."""
     wrong = []
     keys = ("layers", "parameters", "searched_s", "prepared_s", "gpu", "host", "file", "again")
-    print(f"{name} an SSD: {({key: found[key] for key in keys})}\n  one layer more: "
+    print(f"{name}: {({key: found[key] for key in keys})}\n  one layer more: "
           f"{found['refused'].partition(chr(10))[0] or 'TRAINS'}")  # fmt: skip
     for row in found["steps"]:
         if moved := row["read"] + row["written"]:
@@ -169,10 +182,10 @@ def show(name: str, found: dict[str, Any]) -> list[str]:
 
 def largest(given: argparse.Namespace) -> int:
     """Both cases; 1 where something is not as planned."""
-    if given.tiny:
-        given.gpu, given.host, given.ssd = "170MB", "520MB", "600MB"
-        given.width, given.layers = 256, 60
-    elif not torch.cuda.is_available():
+    for name, value in (TINY if given.tiny else LIMITS).items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    if not given.tiny and not torch.cuda.is_available():
         sys.exit("error: there is no GPU here\n  fix: --tiny checks the program on a CPU")
     if given.case:
         search_and_train(given)
@@ -180,16 +193,17 @@ def largest(given: argparse.Namespace) -> int:
     words = harness.arguments_of(given, "gpu", "host", "ssd", "width", "layers", "steps", "tiny")
     cases: dict[str, Any] = {}
     wrong: list[str] = []
-    for case in ("without", "with"):
+    for case in CASES:
         job = harness.again(str(given.folder), "--case", case, *words)
         if job.failed:
-            print(f"{case} an SSD: {job.failed}")
+            print(f"{case}: {job.failed}")
             return 1
         cases[case] = job.row
         wrong += show(case, job.row)
         harness.keep(given, **cases)
-    print(f"with an SSD {cases['with']['parameters'] / cases['without']['parameters']:.2f} x as "
-          "large")  # fmt: skip
+    for case in CASES[1:]:
+        times = cases[case]["parameters"] / cases["without"]["parameters"]
+        print(f"{case}: {times:.2f} x as large as without an SSD")
     for text in wrong:
         print(f"NOT as planned: {text}")
     return 1 if wrong else 0
@@ -199,14 +213,14 @@ def main() -> int:
     """Parse and measure."""
     parser = harness.arguments(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--width", type=int, default=2560)
+    for name in LIMITS:
+        kind = type(LIMITS[name])
+        parser.add_argument(
+            f"--{name}", type=kind, help=f"{LIMITS[name]}, with --tiny {TINY[name]}"
+        )
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--gpu", default="4GB")
-    parser.add_argument("--host", default="14GB")
-    parser.add_argument("--ssd", default="36GB")
-    parser.add_argument("--layers", type=int, default=80, help="where the search ends")
     parser.add_argument("--tiny", action="store_true", help="on a CPU")
-    parser.add_argument("--case", choices=("without", "with"), help=argparse.SUPPRESS)
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not given.folder.is_dir():
         sys.exit(f"error: {given.folder} is no folder\n  fix: give one on the SSD")

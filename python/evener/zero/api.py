@@ -26,6 +26,7 @@ from evener.zero.config import Config, read
 from evener.zero.engine import Engine
 from evener.zero.groups import Optimizers
 from evener.zero.host import HostMemory
+from evener.zero.in_backward import refuse as refuse_in_backward
 from evener.zero.inputs import Call, call_of, guess
 from evener.zero.nearest import nearest
 from evener.zero.optimizer import ZeroOptimizer, take_over
@@ -113,6 +114,7 @@ def plans(
     `tell`: hears what is done now, as that may take a while. `numbers`: gives the number of each
     parameter's group; default: all are in group 0."""
     refuse_ranks(settings.sequence, ranks)
+    refuse_in_backward(settings, max(ranks * nodes for nodes, _ in ways) if ways else ranks)
     module = model if isinstance(model, nn.Module) else shapes.llama(model)
     device = devices.pick(settings.device).device
     measured = machine or probe(device, settings.dtype, settings.moments).machine
@@ -347,6 +349,7 @@ def initialize(
     settings = replace(settings, ignored=[*settings.ignored, *unneeded])
     optimizers = given_groups.made(optimizer, settings, model, model_parameters)
     given_groups.with_rules(settings, optimizers)
+    refuse_in_backward(settings, world_size())
     refuse_ranks(settings.sequence)
     device = devices.pick(settings.device)
     fill_buffers(model)

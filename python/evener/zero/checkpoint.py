@@ -315,12 +315,12 @@ def begin(
         if not engine.saving.told:
             engine.saving.result()
     engine.flush()
+    engine.drain()
     if engine.micro_steps % engine.accumulation or any(c.filled for c in engine.chunks()):
         raise CheckpointError(
             "gradients of micro-batches are waiting for a step, and a checkpoint holds none",
             "save right after a step, or call zero_grad() to drop them",
         )
-    engine.drain()
     engine.saving = started = Save(engine, Path(folder), extra, keep)
     return started
 
@@ -404,8 +404,8 @@ def load(engine: Engine, path: str | Path) -> Any:
     """
     if isinstance(engine.saving, Save):
         engine.saving.wait()
-    engine.drain()
     engine.flush()
+    engine.settle()
     path = Path(path)
     if not (path / "meta.json").exists():
         found = find(path)
@@ -439,6 +439,7 @@ def load(engine: Engine, path: str | Path) -> Any:
     for chunk in engine.chunks():
         chunk.steps = _steps(meta, chunk)
         chunk.refresh()
+    engine.reloaded()
     engine.global_steps, engine.skipped_steps = meta["step"], meta["skipped"]
     engine.micro_steps = meta["micro_steps"]
     for group, saved in zip(engine.param_groups, meta["groups"], strict=True):

@@ -57,6 +57,10 @@ class Chunk:
     filled: bool = False
     """`gradient` holds something since the last step."""
     touched: bool = False
+    ahead: bool = False
+    """Updated in the backward pass, before the step (see `in_backward`)."""
+    gradient_buffer: torch.Tensor | None = None
+    """What `gradient` is a view of then."""
     crossed: bool = False
     """`gradient` holds the mean of all copies (see `ranks`)."""
     norms: torch.Tensor | None = None

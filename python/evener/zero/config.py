@@ -40,8 +40,9 @@ class Config:
     tiles: what treats tokens one by one runs in parts of the sequence (`sequence`), and attention
     of recomputed blocks by heads (`heads`). sequence: ranks that share each sequence (`ulysses`).
     balance: whether the optimizer's states stream through the accelerator beside the cores;
-    "auto": where the probe shows a gain. stale_updates: a pass does
-    not wait for the optimizer. compile: each block by torch.compile (a string: its backend). nodes:
+    "auto": where the probe shows a gain. stale_updates: a pass does not wait for the optimizer.
+    optimizer_in_backward: each chunk is updated when its gradient is whole, and no gradient is
+    kept (`in_backward`). compile: each block by torch.compile (a string: its backend). nodes:
     "replicate" (each node has a copy of the states), "shard", or "auto": the faster of what fits,
     by plan. crossing: the form of gradients between nodes (`evener.zero.form.names`). rehearse: one
     unit of each kind runs on the GPU before the plan (`rehearsal`); "auto": where one process plans
@@ -72,6 +73,7 @@ class Config:
     sequence: int = 1
     balance: bool | str = "auto"
     stale_updates: bool = False
+    optimizer_in_backward: bool = False
     compile: bool | str = False
     depth: int = 2
     small: int = 100_000
@@ -153,7 +155,7 @@ _PASSED_OVER_BF16 = {"immediate_grad_update", "check_grad_overflow"}
 _EVENER = {
     "budget", "moments", "master", "depth", "device", "checkpointing", "loss", "balance",
     "stale_updates", "compile", "nodes", "crossing", "rehearse", "tiles",
-    "sequence",
+    "sequence", "optimizer_in_backward",
 }  # fmt: skip
 
 
@@ -279,6 +281,7 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     config.checkpointing = _choice(own, "checkpointing", (False, True, "auto", "offload"), False)
     config.balance = _choice(own, "balance", ("auto", False, True), "auto")
     config.stale_updates = bool(_choice(own, "stale_updates", (False, True), False))
+    config.optimizer_in_backward = bool(_choice(own, "optimizer_in_backward", (False, True), False))
     config.rehearse = _choice(own, "rehearse", ("auto", False, True), "auto")
     if config.rehearse is True and config.sequence > 1:
         raise ConfigError(

@@ -7,7 +7,8 @@ again; its gradients leave for the host as soon as all are there, the norm of ea
 resident chunks at once on the accelerator, the others by the lanes (`lanes`) in the order of the
 next forward pass, which waits for each chunk where it first needs it. Clipping is exact: nothing is
 updated before the norm of all gradients is known. With `stale_updates` a pass does not wait: it may
-compute with weights that are partly those of the step before.
+compute with weights that are partly those of the step before. With the optimizer in the backward
+pass (`in_backward`) each chunk is updated when its gradient is whole, and a step only ends.
 
 # Who may touch what
 The training thread owns chunks and parameters. The loader thread fills a chunk between a request
@@ -45,6 +46,7 @@ from evener.zero.chunk import Chunk
 from evener.zero.device import Device
 from evener.zero.foresight import Foresight
 from evener.zero.gradients import Gradients
+from evener.zero.in_backward import Buffers, InBackward, refuse_clipping
 from evener.zero.lanes import Lanes
 from evener.zero.loading import Loading
 from evener.zero.passes import Passes
@@ -130,6 +132,19 @@ class Engine:
             ssd=store.ssd,
         )
         self._updates = Updates(device, self.ranks, self._lanes, self.spans, seed)
+        self._early = (
+            InBackward(
+                device,
+                self._updates,
+                self._lanes,
+                self.spans,
+                Buffers(store.buffers),
+                groups=lambda: self.param_groups,
+                settle=self.settle,
+            )
+            if store.formats.pool
+            else None
+        )
         self._loading = Loading(
             [chunks for _, chunks in store.units],
             device,
@@ -137,6 +152,7 @@ class Engine:
             self.spans,
             depth=depth,
             stale_updates=stale_updates,
+            late=self._early.refuse_late if self._early else lambda _: None,
         )
         self._gradients = self._make_gradients(depth, stage)
         self.came: Callable[[], int] = lambda: self._gradients.came
@@ -150,7 +166,7 @@ class Engine:
             recompute=recompute or set(),
             offload=offload,
             compiler=compiler,
-            before=lambda: self.drain() if self._lanes.failed else None,
+            before=self._before,
             head=head,
             early=traced is not None,
         )
@@ -161,7 +177,7 @@ class Engine:
             self._passes,
             self._loading,
             self._gradients,
-            self.drain,
+            self.settle,
             plan=plan,
             ranks=self.world,
             shared=self.ranks.size > 1,
@@ -169,6 +185,7 @@ class Engine:
             + self._crossing_bytes()
             + (plan.gpu_reserve + plan.gpu_held if plan else 0),
             slack=slack,
+            buffers=self._early.buffers if self._early else None,
         )
         """What makes room on the accelerator; `said` tells what it did."""
         foresight = Foresight(
@@ -217,6 +234,9 @@ class Engine:
             once=stage == 1 and self.world > 1 and self.accumulation > 1,
             depth=outgoing(depth, self._largest_gradient()),
             stale_updates=self.stale_updates,
+            dtype=self.store.formats.gradient,
+            early=self._early,
+            shared=frozenset(c.index for unit, mine in units if unit.module is None for c in mine),
             apart=frozenset(
                 chunk.index for unit, chunks in units if unit.repeated for chunk in chunks
             ),
@@ -231,6 +251,13 @@ class Engine:
         trained = [chunk for chunk in self.chunks() if chunk.group.trainable]
         made.share(trained, gathered=stage == 3)
         return made
+
+    def _before(self) -> None:
+        """Before a forward pass."""
+        if self._early is not None:
+            self._early.refuse_open("a forward pass")
+        if self._lanes.failed:
+            self.settle()
 
     def _crossing_bytes(self) -> int:
         """Bytes on the accelerator for gradients that cross between nodes."""
@@ -340,6 +367,9 @@ class Engine:
     def zero_grad(self, groups: Container[int] | None = None) -> None:
         """Forget gradients that no step has used (of `groups`, else all). A forward pass whose
         backward pass is still to come stays as it is: many loops call this between the two."""
+        if self._early is not None:
+            self._early.refuse_open("zero_grad()")
+            self._early.clear()
         for chunk in self.chunks():
             if groups is not None and chunk.group.group not in groups:
                 continue
@@ -355,7 +385,17 @@ class Engine:
             yield from chunks
 
     def drain(self) -> None:
-        """Wait until every optimizer step that was begun is done. Raises what failed in one."""
+        """Wait until every optimizer step that was begun is done. Raises what failed in one, and
+        UsageError where the backward pass has updated weights and no step has ended it."""
+        if self._early is not None:
+            if self._gradients.open:  # not between a forward pass and its backward pass
+                self.flush()
+            self._early.refuse_open("reading or saving states")
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until every update that was begun is done, also within a step. Raises what failed in
+        one."""
         failed = self._lanes.wait()
         if isinstance(failed, EvenerError):
             raise failed
@@ -371,7 +411,7 @@ class Engine:
         undo, self._undo = self._undo, None
         if self.saving is not None:
             self.saving.wait()
-        self.drain()
+        self.settle()
         self._boundary.close()
         self._passes.close()
         for each in undo:
@@ -403,6 +443,8 @@ class Engine:
 
     @clipping.setter
     def clipping(self, norm: float) -> None:
+        if norm > 0 and self._early is not None:
+            refuse_clipping(norm)
         self._scaling.clipping = norm
 
     @property
@@ -452,20 +494,29 @@ class Engine:
             chunk.filled = False
             chunk.norms = None
             chunk.given.clear()
+        if self._early is not None:
+            self._early.step(groups or self.param_groups, scale is not None)
         if scale is None:
             self.skipped_steps += 1
             return False
-        with self.spans.host("wait", "training for the last update", "drain"):
-            self.drain()
+        if self._early is None:
+            with self.spans.host("wait", "training for the last update", "drain"):
+                self.settle()
         self.global_steps += 1
         self._account.endured(first=self.global_steps == 1)
-        self._updates.begin(chunks, moving, groups or self.param_groups, scale)
+        if self._early is None:
+            self._updates.begin(chunks, moving, groups or self.param_groups, scale)
         self._account.span(self.global_steps)
         self._loading.ahead()
         if self._account.searches() and self.plan is not None and self.world == 1:
             self.room.loosen(self.plan.budget.gpu // 50)
         self._account.write(self.global_steps, self.skipped_steps, self.updated)
         return True
+
+    def reloaded(self) -> None:
+        """All weights and states were loaded: what a failed step has left is gone."""
+        if self._early is not None:
+            self._early.clear()
 
     def _refuse_strangers(self) -> None:
         """Raise where something would be left out of this step."""

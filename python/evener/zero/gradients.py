@@ -29,6 +29,7 @@ from evener.errors import UsageError
 from evener.zero.between import Between
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device, Event
+from evener.zero.in_backward import InBackward
 from evener.zero.ranks import Ranks
 from evener.zero.spans import Spans
 
@@ -38,7 +39,10 @@ class Gradients:
     trainable parameter, as the model lists them. `once`: ranks reduce in `finish`, not before.
     `apart`: chunks of one size, whose flat gradients are allocated in the stream that takes them
     away. Its pool then holds nothing else, and no hole is too small. `gathered`: gives a number for
-    the order in which weights were gathered; it must be the same on all ranks."""
+    the order in which weights were gathered; it must be the same on all ranks. `dtype`: of the
+    gradients. `early`: updates each chunk when its gradient is whole, where that is wanted; those
+    of `shared`, which are of no unit, at the end of the pass: a weight that is used at both ends of
+    the model gets a gradient from the loss first, and one from the pass."""
 
     def __init__(
         self,
@@ -50,11 +54,21 @@ class Gradients:
         once: bool,
         depth: int,
         stale_updates: bool,
+        dtype: torch.dtype,
+        early: InBackward | None = None,
+        shared: frozenset[int] = frozenset(),
         apart: frozenset[int] = frozenset(),
         between: Between | None = None,
         gathered: Callable[[], int] = lambda: 0,
     ) -> None:
         self._gathered = gathered
+        self._dtype = dtype
+        self._early = early
+        self._ends = shared
+        self._call = -1
+        """autograd's number of the backward pass that has brought the last gradient."""
+        self._outer: dict[int, dict[int, torch.Tensor]] = {}
+        """What the loss had brought in part before the pass through the model began, by chunk."""
         self._apart = apart if ranks.world == 1 else frozenset()
         self._order = order
         self._device = device
@@ -82,7 +96,7 @@ class Gradients:
         self._ready: dict[int, torch.Tensor] = {}
         self._next = 0
         self._after = False
-        self._open = False
+        self.open = False
         """Whether a backward pass may have brought something."""
         self._passes = 0
         self.came = 0
@@ -91,7 +105,12 @@ class Gradients:
 
     def add(self, chunk: Chunk, place: int, gradient: torch.Tensor) -> None:
         """One parameter's gradient; the chunk's leave when it is the last one."""
-        self._open = True
+        self.open = True
+        if self._early is not None:
+            self._early.refuse_late(chunk)
+            self._call = torch._C._current_graph_task_id()
+            if self._early.open:  # this pass cannot run again
+                self._outer.clear()
         if chunk.index in self._again:
             come = self._again[chunk.index]
             come.add(place)
@@ -99,8 +118,14 @@ class Gradients:
             return
         earlier = chunk.arrived.get(place)
         chunk.arrived[place] = gradient if earlier is None else earlier + gradient
-        if len(chunk.arrived) == len(chunk.group.pieces):
+        ends = self._early is not None and chunk.index in self._ends
+        if len(chunk.arrived) == len(chunk.group.pieces) and not ends:
             self._collect(chunk)
+
+    def through(self, chunks: list[Chunk]) -> None:
+        """The backward pass is through the unit of these chunks."""
+        if self._early is not None:
+            self._early.through(chunks)
 
     def end(self, chunks: list[Chunk]) -> None:
         """After a backward pass: what has come in part goes with zeros in the other places. The
@@ -109,11 +134,14 @@ class Gradients:
             if chunk.arrived:
                 self._collect(chunk)
             chunk.touched = False
-        if self._open and self._shared:
+        self._outer.clear()
+        if self._early is not None:
+            self._early.end()
+        if self.open and self._shared:
             self._passes += 1
             if not self._once:
                 self._release(all_of_them=True)
-        self._open = False
+        self.open = False
         self._again.clear()
         self._delivered.clear()
         self._leaving = [entry for entry in self._leaving if not entry[0].query()]
@@ -144,15 +172,22 @@ class Gradients:
             self._next = 0
 
     def _zeros(self, chunk: Chunk) -> torch.Tensor:
-        assert chunk.gradient is not None
         where = self._device.device
-        return torch.zeros(chunk.flat.numel(), dtype=chunk.gradient.dtype, device=where)
+        return torch.zeros(chunk.flat.numel(), dtype=self._dtype, device=where)
 
     def begin(self, chunks: list[Chunk]) -> None:
-        """Before a backward pass."""
-        if self._open:
-            self.end(chunks)
-        self._open = True
+        """Before a backward pass through the model: `loss.backward()` may have brought gradients of
+        the head."""
+        early = self._early
+        if early is not None and self._call == torch._C._current_graph_task_id():
+            early.through([c for c in chunks if c.index not in self._ends])
+        else:
+            if self.open:
+                self.end(chunks)
+            if early is not None:
+                early.refuse_open("a second backward pass")
+        self._outer = {chunk.index: dict(chunk.arrived) for chunk in chunks if chunk.arrived}
+        self.open = True
         for chunk in chunks:
             chunk.touched = False
         self._again.clear()
@@ -160,8 +195,10 @@ class Gradients:
 
     def abort(self, chunks: list[Chunk]) -> None:
         """After a pass that failed: only what was delivered stays."""
+        if self._early is not None:
+            self._early.refuse_again()
         for chunk in chunks:
-            chunk.arrived.clear()
+            chunk.arrived = dict(self._outer.get(chunk.index, {}))
             chunk.touched = False
         self._again |= {index: set() for index in (*self._again, *self._delivered)}
         for event, _ in self._leaving:
@@ -239,9 +276,7 @@ class Gradients:
 
     @torch.no_grad()
     def _collect(self, chunk: Chunk) -> None:
-        assert chunk.gradient is not None
-        pieces = chunk.group.pieces
-        dtype = chunk.gradient.dtype
+        pieces, dtype = chunk.group.pieces, self._dtype
         numel, where = chunk.flat.numel(), self._device.device
         if chunk.index in self._apart and not chunk.resident:
             # It is given back when the copy home has passed, so nobody reads what it was before.
@@ -272,7 +307,12 @@ class Gradients:
         arrived.clear()
         if self._came is not None and chunk.index not in self._came:
             self._came.append(chunk.index)
-        if not self._shared:
+        if self._early is not None:
+            chunk.given |= given
+            chunk.filled, chunk.norms = True, self._norms(chunk, whole)
+            if self._early.sound(chunk):
+                self._home(chunk, whole, whole)
+        elif not self._shared:
             self._deliver(chunk, whole)
         elif not self._once and chunk.index not in self._delivered:
             self._ready[chunk.index] = whole
@@ -330,9 +370,15 @@ class Gradients:
 
     def _home(self, chunk: Chunk, share: torch.Tensor, whole: torch.Tensor) -> None:
         """To where the states are. `whole` and `share` live until they were read."""
-        assert chunk.gradient is not None
-        device = self._device
+        device, early = self._device, self._early
         here = "reduce" if self._shared else "compute"
+        if early is not None and chunk.resident:
+            chunk.gradient = share
+            early.wait(chunk)
+            return
+        if early is not None:
+            chunk.gradient = early.room(chunk)
+        assert chunk.gradient is not None
         if chunk.resident:
             chunk.gradient.copy_(share)
             if self._shared:
@@ -346,6 +392,8 @@ class Gradients:
             with self._spans.device("copy", "d2h", chunk.group.name):
                 chunk.gradient.copy_(share, non_blocking=True)
             chunk.gradient_event = device.record("d2h")
+        if early is not None:
+            early.begin(chunk)
         self._leave(chunk, chunk.gradient_event, share, whole)
 
     def _leave(self, chunk: Chunk, event: Event, *held: torch.Tensor) -> None:

@@ -58,6 +58,8 @@ class Update:
     scale: float
     runs: list[Run]
     moving: Set[int] = frozenset()
+    done: Callable[[Chunk], None] = lambda _: None
+    """Called when the chunk is updated, or (streamed) that is on its way."""
 
 
 @dataclass
@@ -158,6 +160,7 @@ class Lanes:
                 self._left[job.chunk.index] = len(slices)
                 self._queue.extend(slices)
                 if not slices:  # all that moves is in the other ranks' shares
+                    job.done(job.chunk)
                     job.chunk.updated.set()
             self._state.notify_all()
 
@@ -261,6 +264,7 @@ class Lanes:
             chunk = piece.job.chunk
             self._left[chunk.index] -= 1
             if self._left[chunk.index] == 0:
+                piece.job.done(chunk)
                 chunk.updated.set()
             self._state.notify_all()
 

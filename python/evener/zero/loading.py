@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -24,7 +25,7 @@ from evener.zero.spans import Spans
 
 class Loading:
     """See the head of this file. `units`: each one's chunks; of the training thread but for
-    `_loader`."""
+    `_loader`. `late`: raises where a unit must not be entered any more, for a chunk of it."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Loading:
         *,
         depth: int,
         stale_updates: bool,
+        late: Callable[[Chunk], None] = lambda _: None,
     ) -> None:
         self._units = units
         self._always = list(units[0])
@@ -45,6 +47,7 @@ class Loading:
         self.order = 0
         """A number for the chunks asked for; ranks that gather weights must have the same."""
         self._stale_updates = stale_updates
+        self._late = late
         self._traces: dict[bool, list[int]] = {True: [], False: []}
         self._training = True
         """The kind of this pass: evaluation has an order of its own."""
@@ -90,10 +93,12 @@ class Loading:
         if place >= len(self._trace) or self._trace[place] != unit:
             self._traces[self._training] = []  # another order: no guess, and learn it anew
         for chunk in self._units[unit]:
+            self._late(chunk)
             self._request(chunk)
         for index in self._trace[place + 1 : place + 1 + self.depth]:
             for chunk in self._units[index]:
-                self._request(chunk)
+                if not chunk.ahead:
+                    self._request(chunk)
         for chunk in self._units[unit]:
             self._acquire(chunk)
 

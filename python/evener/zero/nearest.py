@@ -10,13 +10,16 @@ plan dozens of times: minutes for 60 blocks. So the least is computed (`planner.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from evener.base import budget as budgets
+from evener.errors import UsageError
 from evener.zero.config import MOMENTS, Config
+from evener.zero.in_backward import refuse
 from evener.zero.planner import Fit, Machine, Plan
 from evener.zero.planning import Ways, formats_of
 from evener.zero.profile import Profile
@@ -102,7 +105,7 @@ def nearest(
                 f"{size[:-2]} GB of an SSD (--ssd /folder:{size})",
                 (0, known),
             )
-        for more in (2, 4, 8):
+        for more in () if config.optimizer_in_backward else (2, 4, 8):
             shared = replace(budget, host=budget.host // more)
             if plan := ways(ranks=ranks * more).best(shared):
                 many = f"{ranks * more} GPUs in this host"
@@ -112,6 +115,12 @@ def nearest(
         if config.checkpointing != "auto" and (plan := free.best(budget)):
             words = "activations recomputed or on the host (--checkpointing auto)"
             yield _fit('evener.checkpointing = "auto"', words, (0, plan))
+        early = replace(config, optimizer_in_backward=True)
+        with contextlib.suppress(UsageError):
+            refuse(early, ranks * replicas)
+            if not config.optimizer_in_backward and (plan := ways(early).best(budget)):
+                words = "no gradients kept, and no clipping (--optimizer-in-backward)"
+                yield _fit("evener.optimizer_in_backward = true", words, (0, plan))
         yield lossy(host)
         yield fewer_rows()
 

@@ -306,6 +306,7 @@ class Passes:
         if live.done(self._early):
             live.in_backward = False
             self._spans.since(live.mark, "compute", "compute", f"backward {live.unit.name}")
+            self._gradients.through(live.chunks)
             self._loading.leave(live.index)
 
 

@@ -15,7 +15,8 @@ added up. The weights of a kept chunk (a tied weight, used at both ends of the m
 the accelerator, and the states go to the host where there is no room.
 
 What the host has no room for goes to the SSD, from the end of the model and as little as will do:
-the states that only the optimizer reads. Weights and gradients stay on the host.
+the states that only the optimizer reads. Weights and gradients stay on the host. With the
+optimizer in the backward pass (`Formats.pool`) gradients take a few buffers there.
 
 # The time
 With exact clipping the optimizer waits for the whole backward pass:
@@ -29,6 +30,10 @@ be higher: then the streaming lane stands still while weights come in by the sam
 that are updated as a whole go through the accelerator; its products for them are counted, and what
 ranks exchange for them. States on the SSD are read and written once, at the rate of the file with
 both going on at once.
+
+With the optimizer in the backward pass it is beside that pass, and what comes in last is updated
+before the next forward pass: `T = max(backward, its copies, optimizer) + forward`, with what the
+first gradient takes to be there and the last one to be used (`step_time`).
 
 Where nodes have copies of the states, what crosses between them is in the last backward pass, which
 then takes as long as the longer of the two.
@@ -51,6 +56,7 @@ from evener.zero.profile import Held, Profile, peaks, step_seconds
 from evener.zero.slots import at_once, slot_bytes
 from evener.zero.ssd import SMALL, buffer_bytes, size_of
 from evener.zero.states import SLICE
+from evener.zero.step_time import step_after, step_in_backward
 from evener.zero.store import PLACES, Formats, share_of, size_on_host
 from evener.zero.units import ALIGN
 
@@ -277,6 +283,8 @@ def _need(
     stays = 0
     for part in parts:
         size = part.numel * formats.compute.itemsize
+        if formats.pool and part.trainable and (part.stays or part.kept):
+            stays += part.numel * formats.gradient.itemsize  # whole at the end of the pass
         if part.stays:
             stays += _bytes_on(part, formats, work, "gpu")
             stays += size if work.ranks > 1 else 0
@@ -295,10 +303,15 @@ def _need(
     if machine.slack and any(p.matrices for p in streams):
         slots += WORKSPACE // 2  # the lane's own thread has products too
     slots += work.crossing.scratch(share, formats.gradient, work.replicas)
+    beside = 0  # an update and what it reads, in the backward pass
+    if formats.pool:
+        within = {p.name for p in parts if p.trainable and not (p.stays or p.kept)}
+        if any(p.matrices or work.streaming for p in parts if p.name in within - resident):
+            beside = scratch
     if work.profile is not None:
         weights, rest = peaks(
             work.profile,
-            held(parts, resident, formats, work.ranks),
+            held(parts, resident, formats, work.ranks, scratch),
             recompute=work.recompute,
             depth=work.depth,
             offload=HELD if work.offloaded else 0,
@@ -309,7 +322,9 @@ def _need(
         if work.accumulation > 1:  # the sum so far comes back to be added to
             top = max((p.numel for p in parts if not p.stays), default=0)
             rest += top * formats.gradient.itemsize
-        moving = weights + max(rest, work.profile.inputs_bytes + scratch) + work.profile.buffers
+        moving = (
+            weights + max(rest + beside, work.profile.inputs_bytes + scratch) + work.profile.buffers
+        )
         loss = lost(work.profile, work.recompute, moving, machine.slack, work.pools)
         return machine.reserve + machine.held + moving + loss + slots + stays
     sizes = [p.numel for p in parts if not p.stays]
@@ -319,7 +334,10 @@ def _need(
     # A gradient as autograd leaves it, and up to `depth` + 1 flat copies on their way to the host.
     gradients = top * formats.compute.itemsize
     gradients += (work.depth + 1) * top * formats.gradient.itemsize
-    moving = weights + max(gradients + work.activations, scratch)
+    if formats.pool:  # one waits for its unit, and is updated in the pass
+        beside = max((p.numel for p in parts if p.name in within & resident), default=0)
+        beside = beside * formats.gradient.itemsize + scratch
+    moving = weights + max(gradients + work.activations + beside, scratch)
     return machine.reserve + machine.held + int(moving * (1 + machine.slack)) + slots + stays
 
 
@@ -349,11 +367,14 @@ def lost(
     return WORKSPACE + (max(int(moving * slack / 2), profile.lost(recompute)) if pools else 0)
 
 
-def held(parts: Sequence[Part], resident: Set[str], formats: Formats, ranks: int) -> list[Held]:
-    """The chunks as `profile.peaks` takes them."""
+def held(
+    parts: Sequence[Part], resident: Set[str], formats: Formats, ranks: int, scratch: int = 0
+) -> list[Held]:
+    """The chunks as `profile.peaks` takes them. `scratch`: bytes of an update there."""
     found = []
     for part in parts:
         stays = part.stays or part.name in resident
+        early = formats.pool and part.trainable and stays and not (part.stays or part.kept)
         found.append(
             Held(
                 part.unit,
@@ -363,6 +384,7 @@ def held(parts: Sequence[Part], resident: Set[str], formats: Formats, ranks: int
                 and not part.kept
                 and (not stays or (ranks > 1 and not part.trainable)),
                 leaves=part.trainable and not stays,
+                update=scratch if early else None,
             )
         )
     return found
@@ -419,6 +441,9 @@ def _placed(
     the SSD's file."""
     host = machine.host_reserve + work.offloaded
     places: list[Place] = []
+    below = [p for p in parts if p.trainable and not (p.stays or p.name in chosen)]
+    buffers = formats.buffers(_share(part, work) for part in below)
+    host += sum(size_on_host(numel, formats.gradient.itemsize) for numel in buffers)
     for part in parts:
         where = "gpu" if part.stays or part.name in chosen else "host"
         size = _bytes_on(part, formats, work, where)
@@ -477,10 +502,13 @@ def plan(
         if budget.ssd:
             problem += f", with {ssd / 1e9:.2f} of {budget.ssd / 1e9:.2f} GB of the SSD in use"
     times = _times(parts, places, formats, work, machine)
-    last = _next_forward(
-        places, times, formats, work, machine, {p.name for p in parts if p.trainable}
-    )
-    step, bound = _step(times, work, last)
+    trainable = {p.name for p in parts if p.trainable}
+    if formats.pool:
+        below = [(p.numel, p.away) for p in places if p.where != "gpu" and p.name in trainable]
+        step, bound = step_in_backward(times, below, max(1, sum(p.numel for p in places)))
+    else:
+        last = _next_forward(places, times, formats, work, machine, trainable)
+        step, bound = step_after(times, work.accumulation, last)
     tokens = work.tokens * work.accumulation * work.ranks * work.replicas
     return Plan(
         fits=not problem,
@@ -656,38 +684,3 @@ def _next_forward(
             done = max(done, arrived)
         done += place.numel * compute
     return done
-
-
-def _step(times: dict[str, float], work: Work, next_forward: float) -> tuple[float, str]:
-    forward = {
-        "GPU": times["forward"],
-        "PCIe": max(times["weights in"], times["activations out"]),
-        "network": times["gather"],
-    }
-    backward = {
-        "GPU": times["backward"],
-        "PCIe": max(times["weights in"] + times["activations out"], times["gradients out"]),
-        "network": times["gather again"] + times["gather"],
-    }
-    crossing = {
-        **backward,
-        "PCIe": backward["PCIe"] + times["owed in and out"],
-        "network": backward["network"] + times["between nodes"],
-    }
-    last = {
-        **forward,
-        "GPU": times["forward beside the optimizer"] + times["matrices"],
-        "PCIe": forward["PCIe"] + times["matrices in and out"],
-        "network": forward["network"] + times["matrices between ranks"],
-        "host memory": times["host optimizer"],
-        "SSD": times["SSD"],
-    }
-    phases = [backward] * (work.accumulation - 1) + [crossing]
-    phases += [forward] * (work.accumulation - 1) + [last]
-    blame: dict[str, float] = {}
-    for phase in phases:
-        name = max(phase, key=lambda name: phase[name])
-        took = max(phase[name], next_forward) if phase is last else phase[name]
-        blame[name] = blame.get(name, 0.0) + took
-    blame["GPU"] = blame.get("GPU", 0.0) + times["device optimizer"]
-    return sum(blame.values()), max(blame, key=lambda name: blame[name])

@@ -46,7 +46,8 @@ class NoFitError(EvenerError):
 def formats_of(config: Config) -> Formats:
     """A gradient that is summed over micro-batches is summed in float32, unless asked otherwise."""
     default = torch.float32 if config.accumulation > 1 else config.dtype
-    return Formats(config.dtype, config.moments, config.gradient or default, config.master)
+    pool = config.depth + 1 if config.optimizer_in_backward else 0
+    return Formats(config.dtype, config.moments, config.gradient or default, config.master, pool)
 
 
 def plan_units(

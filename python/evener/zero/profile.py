@@ -38,13 +38,15 @@ class Moment:
 @dataclass(frozen=True)
 class Held:
     """A chunk. `moves`: its weights come and go; `gradient`: bytes of its flat gradient, 0 where it
-    is frozen; `leaves`: its gradient goes to the host."""
+    is frozen; `leaves`: its gradient goes to the host. `update`: bytes that its update takes on the
+    accelerator when its unit is through; None: it comes after the backward pass."""
 
     unit: int
     weights: int
     gradient: int
     moves: bool
     leaves: bool
+    update: int | None = None
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,7 @@ def _play(
     inside: int | None = None
     outside = back = False
     waiting: dict[int, int] = {}
+    whole: list[Held] = []  # gradients that wait for their unit
     for number, moment in enumerate(plain):
         transient = 0
         if moment.kind == "enter":
@@ -284,6 +287,9 @@ def _play(
             # In a backward pass the unit before is entered first. What goes after a unit was left
             # and before the next one (its input, where nothing has saved it) is of this unit, too.
             outside = moment.index == inside
+            transient = max((chunk.update or 0 for chunk in whole), default=0)
+            transient += sum(chunk.gradient for chunk in whole)
+            whole.clear()
             if moment.index not in order[place : place + depth] and moment.index in loaded:
                 loaded.discard(moment.index)
                 for each in of_unit.get(moment.index, []):
@@ -291,7 +297,9 @@ def _play(
                     pool.give(each)
         elif moment.kind == "gradient":
             chunk = chunks[moment.index]
-            if not (chunk.leaves or shared):
+            if chunk.update is not None:
+                whole.append(chunk)
+            elif not (chunk.leaves or shared):
                 transient = sum(flat(chunk))
             else:
                 leaving.append(flat(chunk))
@@ -305,6 +313,7 @@ def _play(
         stay = keep if back or inside in inputs else min(keep, 2 * largest)
         away = max(0, sum(waiting.values()) - stay)
         held = level + here.peak - here.level - away + transient
+        held += sum(chunk.gradient for chunk in whole)
         rest = max(rest, held + sum(size for size, _ in leaving))
         gone = max(gone, sum(size for _, size in leaving))
         if moment.kind == "gradient" and len(leaving) > out:

@@ -25,6 +25,7 @@ from evener.zero.store import SMALL, Store, states_of
 if TYPE_CHECKING:
     from evener.zero.device import Device
     from evener.zero.gradients import Gradients
+    from evener.zero.in_backward import Buffers
     from evener.zero.loading import Loading
     from evener.zero.passes import Passes
 
@@ -34,7 +35,8 @@ logger = logging.getLogger("evener.zero")
 class Room:
     """See the head of this file. `settle`: waits for every optimizer step that was begun. `ranks`
     have one copy of the states; `shared`: there are several ranks, whatever each has. `fixed`:
-    bytes on the accelerator that no chunk and no pass takes (context, slots)."""
+    bytes on the accelerator that no chunk and no pass takes (context, slots). `buffers`: what
+    gradients have in common on the host (see `in_backward`)."""
 
     def __init__(
         self,
@@ -50,8 +52,10 @@ class Room:
         shared: bool = False,
         fixed: int = 0,
         slack: float = 0.0,
+        buffers: Buffers | None = None,
     ) -> None:
         self._store = store
+        self._buffers = buffers
         self._device = device
         self._passes = passes
         self._loading = loading
@@ -76,14 +80,15 @@ class Room:
 
     def forecast(self, profile: Profile) -> int:
         """Bytes that a step of this profile takes, everything where it is now."""
-        compute = self._store.dtype.itemsize
+        compute, gradient = self._store.dtype.itemsize, self._store.formats.gradient.itemsize
         chunks = [
             Held(
                 unit,
                 chunk.flat.numel() * compute,
-                0 if chunk.gradient is None else chunk.flat.numel() * chunk.gradient.element_size(),
+                chunk.flat.numel() * gradient if chunk.group.trainable else 0,
                 moves=not chunk.keeps,
-                leaves=chunk.gradient is not None and not chunk.resident,
+                leaves=chunk.group.trainable and not chunk.resident,
+                update=0 if self._buffers and chunk.resident and unit else None,
             )
             for unit, (_, mine) in enumerate(self._store.units)
             for chunk in mine
@@ -98,6 +103,8 @@ class Room:
             pools=self._slack > 0,
             shared=self._shared,
         )
+        if self._buffers is not None:
+            rest += sum(c.gradient for c in chunks if c.unit == 0)  # whole at the end of the pass
         moving = weights + rest + profile.buffers
         loss = lost(profile, self._passes.recompute, moving, self._slack)
         return self._fixed + self.held() + moving + loss
@@ -195,6 +202,10 @@ class Room:
         tensors = [*chunk.states.tensors().values()]
         tensors += [] if chunk.gradient is None else [chunk.gradient]
         need = sum(pages(t.numel(), t.element_size()) for t in tensors if t.nbytes >= SMALL)
+        share, buffers, dtype = chunk.states.weights.numel(), self._buffers, store.formats.gradient
+        larger = buffers is not None and share > buffers.largest
+        if larger and share * dtype.itemsize >= SMALL:
+            need += pages(share, dtype.itemsize)
         plan = self._plan
         if plan is not None and plan.host_bytes + self._taken + need > plan.budget.host:
             return 0
@@ -204,7 +215,6 @@ class Room:
                 memory = HostMemory(need, pin=pin)
             except EvenerError:
                 return 0
-            share = chunk.states.weights.numel()
 
             def make(name: str, dtype: torch.dtype) -> torch.Tensor:
                 count = share // stride(name)
@@ -219,6 +229,8 @@ class Room:
                 states.tensors()[name].copy_(tensor)
             if gradient is not None and chunk.gradient is not None:
                 gradient.copy_(chunk.gradient)
+            if buffers is not None and larger:
+                buffers.add(make("gradient", dtype))
         before = self._gives(chunk)
         chunk.states, chunk.gradient, chunk.resident = states, gradient, False
         if not (chunk.group.kept or chunk.stays):

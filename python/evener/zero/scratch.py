@@ -7,6 +7,7 @@ it is measured: the rule updates a few thousand elements on the CPU while their 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def _measured(rule: Rule, formats: Formats) -> tuple[States, torch.Tensor]:
     """States and gradient of the elements that are updated."""
     states, gradient = states_of(
         Group("measured", 0, rule=rule),
-        formats,
+        replace(formats, pool=0),
         lambda name, dtype: torch.zeros(NUMEL // stride(name), dtype=dtype),
     )
     assert gradient is not None

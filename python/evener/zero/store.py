@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ class Formats:
     gradient: torch.dtype = torch.bfloat16
     master: bool = True
     """Whether bfloat16 weights have an exact copy."""
+    pool: int = 0
+    """Buffers that gradients have in common on the host (see `in_backward`); 0: a chunk keeps its
+    own."""
 
     def of(self, align: int) -> Formats:
         """Those of a group of chunks: codes only where it has blocks."""
@@ -56,11 +59,11 @@ class Formats:
             found[place] = self.moments
             if self.moments == torch.int8:
                 found[place + SCALE] = torch.uint8
-        return {**found, "gradient": self.gradient}
+        return found if self.pool else {**found, "gradient": self.gradient}
 
     def host_bytes(self, moments: int = 2) -> float:
-        """Bytes of host memory a trainable parameter, gradient included."""
-        found = self.tensors(True, PLACES[:moments])
+        """Bytes of host memory a trainable parameter, its gradient included."""
+        found = replace(self, pool=0).tensors(True, PLACES[:moments])
         return sum(dtype.itemsize / stride(name) for name, dtype in found.items())
 
     def away(self, places: Iterable[str]) -> list[tuple[str, torch.dtype]]:
@@ -85,7 +88,12 @@ class Formats:
 
     def device_bytes(self, moments: int = 2) -> float:
         """Bytes of accelerator memory a resident trainable parameter."""
-        return self.host_bytes(moments)
+        return self.host_bytes(moments) - (self.gradient.itemsize if self.pool else 0)
+
+    def buffers(self, shares: Iterable[int]) -> list[int]:
+        """Elements of each of the pool's buffers: one of the size of each of the largest chunks,
+        whose elements on a rank are `shares`. The largest chunk waits for the first."""
+        return sorted(shares, reverse=True)[: self.pool]
 
 
 @dataclass
@@ -98,6 +106,8 @@ class Store:
     host: HostMemory
     parameter_order: list[tuple[int, int]]
     ssd: Ssd | None = None
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    """What gradients have in common on the host."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -126,16 +136,19 @@ def host_need(
 ) -> int:
     """Bytes of the host arena. `owed`: the dtype of residuals between nodes."""
     total = 0
+    shares = []
     for group in groups:
         if group.name in resident:
             continue
         share = share_of(group.numel, world, group.align)
+        shares += [share] if group.trainable else []
         places, there = group.rule.moments.values(), group.name in away
         sizes = formats.of(group.align).pages(share, group.trainable, places, there)
         if owed is not None and group.trainable:
             sizes.append(size_on_host(share, owed.itemsize))
         total += sum(size for size in sizes if size >= SMALL)
-    return total
+    pooled = [size_on_host(n, formats.gradient.itemsize) for n in formats.buffers(shares)]
+    return total + sum(size for size in pooled if size >= SMALL)
 
 
 FILL = 2 << 20
@@ -205,8 +218,11 @@ def build(
             index += 1
         built.append((unit, chunks))
     _move_buffers(model, device.device)
+    chunks = [c for _, each in built for c in each if c.group.trainable and not c.resident]
+    sizes = formats.buffers(chunk.states.weights.numel() for chunk in chunks)
+    buffers = [_on_host(size, formats.gradient, host, device) for size in sizes]
     order = [places[p] for p in model.parameters() if p.requires_grad]
-    return Store(built, formats, host, order, ssd)
+    return Store(built, formats, host, order, ssd, buffers)
 
 
 def _ssd(groups: list[Group], formats: Formats, world: int, folder: str) -> Ssd | None:
@@ -218,6 +234,14 @@ def _ssd(groups: list[Group], formats: Formats, world: int, folder: str) -> Ssd 
             size += size_of(share_of(group.numel, world, group.align), dtypes)
             widest = max(widest, sum(dtype.itemsize for dtype in dtypes))
     return Ssd(folder, size, widest) if size else None
+
+
+def _on_host(count: int, dtype: torch.dtype, host: HostMemory, device: Device) -> torch.Tensor:
+    """`count` zeros."""
+    if count * dtype.itemsize < SMALL:
+        tensor = torch.zeros(count, dtype=dtype)
+        return tensor.pin_memory() if device.device.type == "cuda" else tensor
+    return host.tensor(count, dtype)
 
 
 def _chunk(
@@ -237,10 +261,7 @@ def _chunk(
         count = share // stride(name)
         if resident:
             return torch.zeros(count, dtype=dtype, device=device.device)
-        if count * dtype.itemsize < SMALL:
-            tensor = torch.zeros(count, dtype=dtype)
-            return tensor.pin_memory() if device.device.type == "cuda" else tensor
-        return host.tensor(count, dtype)
+        return _on_host(count, dtype, host, device)
 
     away = None
     if ssd is not None and group.trainable:

@@ -96,6 +96,9 @@ class _Recorder:
         self.moment("leave", unit)
         self.active.discard(unit)
 
+    def through(self, chunks: list[_Ghost]) -> None:
+        """As Gradients has it."""
+
     def add(self, chunk: _Ghost, place: int, gradient: torch.Tensor) -> None:
         """As Gradients has it."""
         earlier = chunk.arrived.get(place)

@@ -36,19 +36,27 @@ class Updates:
         for chunk, places in zip(chunks, moving, strict=True):
             if not places:
                 continue  # no rank had a gradient of it
-            runs = chunk.begin_step(places, self._ranks.rank)
             chunk.stale, chunk.loaded = True, False
-            given = groups[chunk.group.group]
-            hyper = {name: _now(given[name]) for name in chunk.group.rule.values}
-            job = Update(chunk, hyper, scale, runs, places)
-            if chunk.resident:
-                self._resident(job)
-            else:
-                chunk.updated.clear()
+            job = self.start(chunk, places, groups, scale)
+            if job is not None:
                 jobs.append(job)
             if not chunk.loaded:
                 chunk.guard()
         self._lanes.put(jobs)
+
+    def start(
+        self, chunk: Chunk, places: set[int], groups: list[dict[str, Any]], scale: float
+    ) -> Update | None:
+        """Update a chunk that is on the accelerator; of another, what the lanes are to do."""
+        runs = chunk.begin_step(places, self._ranks.rank)
+        given = groups[chunk.group.group]
+        hyper = {name: now(given[name]) for name in chunk.group.rule.values}
+        job = Update(chunk, hyper, scale, runs, places)
+        if chunk.resident:
+            self._resident(job)
+            return None
+        chunk.updated.clear()
+        return job
 
     def moving(self, chunks: list[Chunk]) -> list[set[int]]:
         """The places of the parameters that had a gradient on any rank. Collective."""
@@ -106,7 +114,7 @@ class Updates:
             update.last(run, part(chunk.states, run.begin, run.end).tensors())
 
 
-def _now(value: Any) -> Any:
+def now(value: Any) -> Any:
     """A hyperparameter as it is now: schedulers write into a rate that is a tensor, while the lanes
     are at work."""
     return value.item() if isinstance(value, torch.Tensor) else value

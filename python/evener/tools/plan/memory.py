@@ -86,6 +86,11 @@ _DEFAULT = click.core.ParameterSource.DEFAULT
     help="Whether BF16 weights have an exact copy; without, they are rounded stochastically.",
 )
 @click.option(
+    "--optimizer-in-backward",
+    is_flag=True,
+    help="As evener.optimizer_in_backward of the configuration: no gradient is kept.",
+)
+@click.option(
     "--checkpointing",
     default="auto",
     show_default=True,
