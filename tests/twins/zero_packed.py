@@ -450,7 +450,7 @@ def _one_order(program: Program) -> Program:
     """At stage 3 ranks run blocks in one order: chunks of a block have other sizes here, which Gloo
     does not survive where ranks gather different ones."""
     steps = [step for step in program["steps"] if program["stage"] < 3 or step[0] != "order"]
-    if program["stage"] == 3 and {*program["targets"], *program["whole"]} == {"side"}:
+    if program["stage"] == 3 and {*program["targets"]} == {"side"}:
         # Only a rank that takes the branch has a backward pass through the block: the same limit.
         steps = [["branch", s[1], s[2][:1] * 2] if s[0] == "branch" else s for s in steps]
     return several._bounded({**program, "steps": steps or [["train", 0, "plain"]]})

@@ -49,8 +49,8 @@ class Shared:
         assert isinstance(rule, Muon)
         self._rule, self._ranks = rule, ranks
         self._noise = Noise(seed, chunk.index * ranks.world + ranks.rank)
-        wanted = {place: chunk.group.matrices[place] for place in moving}
-        found = cuts(wanted, chunk.states.weights.numel())
+        matrices = chunk.group.matrices
+        found = cuts({place: matrices[place] for place in moving}, chunk.states.weights.numel())
         self._plan = Exchange.of(found, ranks.rank, ranks.world)
         self._at: dict[int, int] = {}
         """Where each matrix's part is in `_sent`, less where it is in this rank's share."""
