@@ -46,7 +46,7 @@ TINY: dict[str, Any] = {
 
 def idle(engine: zero.Engine) -> float:
     """The time at which nothing is under way any more."""
-    engine.drain()
+    engine.settle()
     harness.settle()
     return time.perf_counter()
 
