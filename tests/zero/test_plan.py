@@ -384,3 +384,25 @@ def test_the_plan_chooses_what_is_fastest() -> None:
     assert not refused.fits and re.search(
         r"needs \d+\.\d+ GB of accelerator memory, the budget is 1\.00 GB", refused.problem
     )
+
+
+class _Short(Model):
+    """Has 64 positions, as a configuration of transformers says it."""
+
+    main_input_name = "tokens"
+
+    class config:  # noqa: N801 - the attribute's name
+        max_position_embeddings = 64
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(64, False), (500, True)])
+def test_a_sequence_beyond_the_positions_is_planned_short_and_said(
+    tokens: int, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = zero.plan(
+        _Short(), config={"evener": {"device": "cpu"}}, batch=(1, tokens), machine=MACHINE,
+        budget={"gpu": "1GB", "host": "1GB"},
+    )  # fmt: skip
+    assert made.fits
+    line = "the plan is of sequences of 64 tokens, not 500: _Short has no more positions"
+    assert (line in caplog.text) == said

@@ -27,7 +27,7 @@ from evener.zero.engine import Engine
 from evener.zero.groups import Optimizers
 from evener.zero.host import HostMemory
 from evener.zero.in_backward import refuse as refuse_in_backward
-from evener.zero.inputs import Call, call_of, guess
+from evener.zero.inputs import Call, call_of, guess, positions
 from evener.zero.nearest import nearest
 from evener.zero.optimizer import ZeroOptimizer, take_over
 from evener.zero.planner import Fit, Machine, Plan
@@ -267,7 +267,14 @@ def _head(model: nn.Module, config: Config) -> Head | None:
 def _call(model: nn.Module, config: Config, batch: Batch | None, example: Any) -> Call:
     if example is not None:
         return call_of(example)
-    return guess(model, *_shape(config, batch))
+    rows, length = _shape(config, batch)
+    most = positions(model)
+    if batch is not None and most is not None and length > most:
+        logger.warning(
+            "the plan is of sequences of %d tokens, not %d: %s has no more positions "
+            "(max_position_embeddings)", most, length, type(model).__name__,
+        )  # fmt: skip
+    return guess(model, rows, length)
 
 
 def _shape(config: Config, batch: Batch | None) -> tuple[int, int]:

@@ -97,6 +97,12 @@ def signature(args: Any, kwargs: Any, dtype: torch.dtype | None = None) -> tuple
     return tuple(map(told, leaves)), str(spec)
 
 
+def positions(model: nn.Module) -> int | None:
+    """The most tokens that a sequence of it has, where its configuration says so."""
+    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def guess(model: nn.Module, rows: int, length: int) -> Call:
     """A call with `rows` sequences of `length` tokens (or images, or sounds)."""
     config = getattr(model, "config", None)
@@ -138,8 +144,7 @@ def guess(model: nn.Module, rows: int, length: int) -> Call:
         size = getattr(seen, "image_size", 224)
         given["pixel_values"] = real(rows, getattr(seen, "num_channels", 3), size, size)
         return (), {**given, "return_loss": True}
-    top = getattr(config, "max_position_embeddings", None) or length
-    length = min(length, top)
+    length = min(length, positions(model) or length)
     given[main] = whole(rows, length)
     if "labels" in named:
         one = type(model).__name__.endswith("SequenceClassification")
