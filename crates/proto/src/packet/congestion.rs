@@ -43,10 +43,16 @@
 //! TCP fills queues, so its delay never falls, whatever a delay-based sender gives up. A path whose
 //! delay has stayed above twice the target (or above [`ALIEN`], where twice the target is more than that)
 //! for two epochs, though its window shrank, *competes*: it
-//! starts again from most of what it had, grows as Reno does and gives up three tenths per loss, as
-//! cubic does. If the delay goes during a drain, the queue was ours, and the contest is over (Copa asks
-//! in the same way whether the queue is ever empty).
+//! starts again from most of what it had, and from there all paths that compete are one stream of cubic ([`contest`]).
+//! In a queue that is not much longer than the target the two take turns around it, until the connection has nothing.
+//! So where all windows are down by a third ([`GAVE_UP`]) since the queue was last short, it is another's
+//! if it has not become short again. If the delay goes during a drain, the queue was ours, and the contest is over:
+//! Copa switches in this way, and asks whether the queue is ever empty.
+//!
+//! Beside TCP a queue may not be empty for minutes. So while a path competes the shortest way is not forgotten, and
+//! is that of all paths: what each has seen of the queue says nothing of its length.
 
+mod contest;
 mod target;
 
 use std::time::Duration;
@@ -61,6 +67,7 @@ use super::shortest::Shortest;
 use super::trace::{Decision, Notes, What};
 pub use super::window::Took;
 use super::window::{LEAST, MOST_BACK, Sums, Window};
+use contest::{Curve, KEEPS};
 use target::{LONGEST, SEVERAL};
 
 /// A queue of this many seconds is no queue of ours, however short the own target is: sixteen senders on
@@ -72,8 +79,11 @@ const FIRST: f64 = 32.0;
 pub const HEAVY: f64 = 0.05;
 /// A path with fewer packets in a round trip is judged by what all paths lose.
 const SPEAKS: f64 = 16.0;
-/// Growth beside TCP: packets per round trip for a window of one packet; with its square root for others.
-const CONTEST: f64 = 0.1;
+/// Who has come down to one part in this many of what it had when the queue was last short has given up enough for a
+/// queue of its own to be gone.
+const GAVE_UP: f64 = 1.5;
+/// What a drain leaves behind, a short queue and all windows in full, lasts for this many round trips at most.
+const SETTLES: f64 = 8.0;
 /// What a path keeps of the target when it shrinks: acknowledgements wait on their way too, now more
 /// and now less, and an empty queue is a link that stands still.
 const LEAVE: f64 = 0.6;
@@ -114,6 +124,11 @@ pub struct Congestion {
     shrunk: Duration,
     delivery: Delivery,
     pace: Pace,
+    /// Some of those in use compete, and how they grow together.
+    competes: bool,
+    curve: Curve,
+    /// All windows when a path's queue was last short.
+    once: f64,
     /// What it decided, for those who look.
     pub(super) notes: Notes,
 }
@@ -143,6 +158,9 @@ impl Congestion {
             shrunk: now,
             delivery: Delivery::new(now),
             pace: Pace::new(now),
+            competes: false,
+            curve: Curve::default(),
+            once: 0.0,
             notes: Notes::default(),
         }
     }
@@ -212,6 +230,7 @@ impl Congestion {
         self.sums = windows().map(Window::sums).sum();
         self.longest = windows().map(|window| window.base).fold(0.0, f64::max);
         self.starting = windows().any(|window| window.starting);
+        self.competes = windows().any(|window| window.competes);
     }
 
     fn decided(&mut self, decision: Decision, path: Option<u8>, now: Duration) {
@@ -236,6 +255,9 @@ impl Congestion {
         now: Duration,
     ) {
         let Took { delay, marked, .. } = took;
+        if self.competes {
+            self.shortest.hold(now);
+        }
         self.shortest.add(delay, now);
         let all = self.shortest.get().unwrap_or(delay);
         let target = self.target();
@@ -287,7 +309,7 @@ impl Congestion {
         // Another drains: if all do, all see how short the way is.
         let quiet = now.saturating_sub(self.shrunk) > trip.smoothed() * 2;
         if quiet && self.usual > target / 3.0 && waited < self.usual * FELL {
-            self.drains.noticed(competes, now);
+            self.drains.noticed(competes, trip.smoothed(), now);
         }
     }
 
@@ -320,7 +342,8 @@ impl Congestion {
         }
         if window.competes {
             if limited {
-                window.bytes += ((total / packet).sqrt() * CONTEST).max(1.0) * packet * share;
+                let around = trip.smoothed().as_secs_f64();
+                window.bytes += self.curve.gains(total / packet, around, now) * bytes as f64;
             }
         } else if window.waited >= target {
             // What was sent before the last time says nothing about it.
@@ -358,10 +381,18 @@ impl Congestion {
             return;
         }
         let target = self.target();
-        let long = (2.0 * target).min(ALIEN.max(1.2 * target));
+        let mut long = (2.0 * target).min(ALIEN.max(1.2 * target));
+        let drained = now.saturating_sub(self.drains.last()).as_secs_f64();
         let Some(window) = self.windows.get_mut(usize::from(path)) else {
             return;
         };
+        let short = LEAVE * target;
+        if !window.competes && window.least < short && drained > SETTLES * window.trip {
+            self.once = self.sums.bytes;
+        }
+        if self.sums.bytes * GAVE_UP < self.once {
+            long = long.min(short);
+        }
         if window.competes || window.least < long || window.least == f64::MAX {
             window.long = 0;
             window.saved = window.bytes;
@@ -376,6 +407,8 @@ impl Congestion {
             let before = window.sums();
             window.bytes = window.bytes.max(window.saved * 0.7);
             self.sums.replace(before, window.sums());
+            self.competes = true;
+            self.curve.start(self.sums.bytes / self.packet, now);
             self.decided(Decision::Compete, Some(path), now);
         }
     }
@@ -387,7 +420,6 @@ impl Congestion {
             window.lost += packets;
         }
         let seen = self.arrived + self.lost;
-        let target = self.target();
         let heavy = seen >= 64 && f64::from(self.lost) > HEAVY * f64::from(seen);
         if now.saturating_sub(self.round) > trip.smoothed() && seen >= 64 {
             let all = f64::from(self.lost) / f64::from(seen);
@@ -412,18 +444,21 @@ impl Congestion {
         let contest = self
             .windows
             .get(usize::from(path))
-            .is_some_and(|window| window.competes && window.waited > target);
+            .is_some_and(|window| window.competes);
         // One loss event is one for the connection: it gives up as one flow does.
-        if contest && !self.drains.on() && now.saturating_sub(self.yielded) > trip.smoothed() * 2 {
-            self.yielded = now;
+        if contest && !self.drains.on() && now.saturating_sub(self.yielded) > trip.smoothed() {
+            // A queue that is shorter now is no drain of others.
+            (self.yielded, self.shrunk) = (now, now);
+            let before = self.sums.bytes / self.packet;
             for at in used {
                 if let Some(window) = self.windows.get_mut(usize::from(*at))
                     && window.competes
                 {
-                    window.bytes *= 0.7;
+                    window.bytes *= KEEPS;
                 }
             }
             self.sum(used);
+            self.curve.lost(before, self.sums.bytes / self.packet, now);
             self.decided(Decision::Yield, Some(path), now);
         }
         self.sum(used);
@@ -667,6 +702,72 @@ mod tests {
         ack(&mut cc, 0, 50, &trip, now);
         cc.on_time(&used, &trip, now + Duration::from_millis(20));
         assert_eq!(cc.competing(&used), 0);
+    }
+
+    /// A queue around the target, from which the connection only gives up: it is another's once a third is gone. One
+    /// that becomes short in between is its own.
+    #[test]
+    fn a_queue_that_stays_at_the_target_is_another_s_once_enough_is_given_up() {
+        for (shortest, competing) in [(0, 0), (180, 1)] {
+            let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
+            let (used, trip) = ([0], trip(400));
+            let mut now = Duration::from_millis(50);
+            // It is short at first, with a window of 32.
+            for _ in 0..60 {
+                now += Duration::from_millis(1);
+                cc.delay(0, took(5000), (&trip, &trip), now);
+                cc.arrived(0, 1400, (now, false), &trip, now);
+            }
+            let first = cc.total();
+            for turn in 0..600 {
+                now += Duration::from_micros(200);
+                let waits = if turn % 8 == 0 { shortest } else { 230 };
+                cc.delay(0, took(5000 + waits), (&trip, &trip), now);
+                cc.arrived(0, 1400, (now, false), &trip, now);
+            }
+            assert!(cc.total() < first / GAVE_UP, "{}", cc.total() / first);
+            assert_eq!(cc.competing(&used), competing, "{shortest}");
+        }
+    }
+
+    /// Sixteen paths that compete give up and grow as one stream.
+    #[test]
+    fn all_paths_are_one_stream_beside_tcp() {
+        let mut cc = Congestion::new(16, 16, 1400, 1 << 30, Duration::ZERO);
+        let used: Vec<u8> = (0..16).collect();
+        let (trip, mut now) = (trip(1900), Duration::from_secs(1));
+        for window in &mut cc.windows {
+            (window.competes, window.bytes) = (true, 14_000.0);
+        }
+        cc.sum(&used);
+        cc.lost(3, 2, &used, &trip, now);
+        cc.lost(4, 1, &used, &trip, now);
+        let left = 160.0 * KEEPS;
+        assert!((cc.total() / 1400.0 - left).abs() < 0.01);
+        for _ in 0..20 {
+            now += trip.smoothed();
+            let count = (cc.total() / 1400.0) as u64;
+            (0..count).for_each(|at| {
+                cc.arrived((at % 16) as u8, 1400, (now, true), &trip, now);
+            });
+        }
+        // Reno's line is higher than the cube so soon: half a packet per round trip.
+        let gained = cc.total() / 1400.0 - left;
+        assert!((9.0..12.5).contains(&gained), "{gained}");
+    }
+
+    /// Beside TCP no queue is empty: the shortest way is the one from before.
+    #[test]
+    fn the_shortest_way_is_not_forgotten_beside_tcp() {
+        let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
+        let trip = trip(1900);
+        cc.delay(0, took(5000), (&trip, &trip), Duration::ZERO);
+        cc.windows[0].competes = true;
+        cc.sum(&[0]);
+        for second in 1..60 {
+            cc.delay(0, took(6500), (&trip, &trip), Duration::from_secs(second));
+        }
+        assert!((cc.windows[0].waited - 1.5e-3).abs() < 1e-6);
     }
 
     /// One of many senders has seen a link to itself, so it aims at a shorter queue than the others.

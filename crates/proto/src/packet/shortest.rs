@@ -32,6 +32,11 @@ impl Shortest {
         self.present = Some(self.present.map_or(value, |least| earlier(least, value)));
     }
 
+    /// What is known now is not forgotten yet.
+    pub fn hold(&mut self, now: Duration) {
+        self.since = now;
+    }
+
     /// The least of the last ten to twenty seconds, if there was one.
     pub fn get(&self) -> Option<u32> {
         match (self.present, self.before) {

@@ -199,12 +199,18 @@ impl Window {
             self.shortest.add(all, now);
         }
         let delay = took.delay;
+        if self.competes {
+            self.shortest.hold(now);
+            self.alone.hold(now);
+        }
         self.shortest.add(delay, now);
         self.alone.add(delay, now);
         let longer = |shortest: Option<u32>| shortest.unwrap_or(delay).wrapping_sub(all);
         self.far = f64::from(longer(self.alone.get())) * 1e-6 >= alike;
         let (more, own) = if self.far && !self.judged {
             (longer(self.alone.get()), own)
+        } else if self.competes {
+            (0, trip)
         } else {
             (longer(self.shortest.get()), trip)
         };
