@@ -105,7 +105,7 @@ mod tests {
         curve.lost(40.0, 28.0, Duration::ZERO);
         let window = run(&mut curve, 28.0, 1e-3, 0.0, 0.02);
         assert!(
-            (28.0 + 19.0 * GAINS..28.0 + 22.0 * GAINS).contains(&window),
+            (28.0 + 18.0 * GAINS..28.0 + 21.0 * GAINS).contains(&window),
             "{window}"
         );
     }
