@@ -19,7 +19,7 @@ const QUICKEST: f64 = 1.5;
 /// The curve since the last loss. Sizes are packets.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Curve {
-    /// When it begins; nothing until then.
+    /// When it begins; none before the first loss or contest.
     began: Option<Duration>,
     /// Where its flat part is.
     most: f64,
@@ -98,7 +98,7 @@ mod tests {
         assert!((1270.0..1340.0).contains(&beyond), "{beyond}");
     }
 
-    /// Where round trips are short it is Reno's line: so many packets each.
+    /// Where round trips are short it is Reno's line: about half a packet each.
     #[test]
     fn on_a_short_way_it_goes_up_as_reno_does() {
         let mut curve = Curve::default();
