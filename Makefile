@@ -17,7 +17,8 @@ RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.
 UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test loom tsan miri lines fuzz soak-net soak-embedding test-rust test-python test-tensorflow lint format docs wheel image clean preflight \
+.PHONY: help setup demo test loom tsan miri lines fuzz soak-net soak-embedding build-rust test-rust test-python test-tensorflow lint \
+        lint-rust lint-python format docs wheel image clean preflight \
         constraints upstream-horovod matrix wild twins outputs ten-minutes site
 
 help: ## this list
@@ -73,13 +74,17 @@ demo: setup ## train on a simulated two-node cluster, show what the network cost
 	@echo "Four equal paths behind two routers, which nobody can see:"
 	@$(BIN)/evener bench net --lab 2x1@200mbit,paths=4,queue=20ms $(DEMO_NET) --json demo/net-four-paths.json
 
-# Type checks of Python run while Rust is compiled. Cargo has its own count of jobs.
+# What wants a compiler alone is done while torch is fetched. Cargo has its own count of jobs.
 CARGO := env -u MAKEFLAGS -u MFLAGS cargo
-test: setup ## all checks and tests that need no GPU
-	@$(MAKE) --no-print-directory --output-sync=recurse -j2 lint test-rust
+test: ## all checks and tests that need no GPU
+	@$(MAKE) --no-print-directory --output-sync=recurse -j4 $(STAMPS)/native $(STAMPS)/plugin lint-rust build-rust
+	@$(MAKE) --no-print-directory --output-sync=recurse -j2 lint-python test-rust
 	@$(MAKE) --no-print-directory test-python
 
 # Examples are compiled by clippy alone: building those of the packet protocol takes 27 s of a core.
+build-rust: $(STAMPS)/venv
+	$(CARGO) test --no-run --quiet --workspace --locked --lib --bins --tests
+
 test-rust: $(STAMPS)/deps
 	$(CARGO) test --quiet --workspace --locked --lib --bins --tests
 	$(CARGO) test --quiet --workspace --locked --doc
@@ -144,10 +149,14 @@ upstream-horovod: $(STAMPS)/upstream ## upstream Horovod's own tests: make upstr
 # Fuzz targets are no members of the workspace. A check links nothing, so libFuzzer's own C++ is left out
 # and stable Rust is enough.
 FUZZ := RUSTFLAGS="--cfg fuzzing" CUSTOM_LIBFUZZER_PATH=/dev/null
-lint: $(STAMPS)/native
+lint: lint-rust lint-python
+
+lint-rust: $(STAMPS)/venv
 	cargo fmt --all --check
 	$(CARGO) clippy --quiet --workspace --all-targets --locked -- -D warnings
 	$(FUZZ) $(CARGO) clippy --quiet --target-dir target/fuzz/check --manifest-path crates/fuzz/Cargo.toml -- -D warnings
+
+lint-python: $(STAMPS)/native
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy

@@ -43,9 +43,13 @@ NETWORKS = {
     "eight-paths": "2x2@25gbit,paths=8",
     "flow-cap": "2x2@25gbit,cap=5gbit",
     "two-nics": "2x2@12.5gbit,nics=2",
+    "fastest-path": "2x2@100gbit",
+    "uneven-paths": "2x2@120gbit,paths=3",
     "unshaped": "2x2",
     "four-nodes": "4x1@10gbit",
 }
+FAULTS = {"uneven-paths": [("path2", "rate 1gbit")]}
+"""Two paths of 40 Gb/s and one of 1."""
 SEEDED = {"three-paths", "four-paths", "eight-paths"}
 
 SOCKETS = {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"}
@@ -116,7 +120,9 @@ def rank_main(sizes: list[int]) -> None:
     dist.destroy_process_group()
 
 
-def measure(spec: str, variant: dict[str, str], sizes: list[int], timeout: float) -> dict[str, Any]:
+def measure(
+    network: str, spec: str, variant: dict[str, str], sizes: list[int], timeout: float
+) -> dict[str, Any]:
     """One job in one lab: per size the samples (the slowest rank's), what NCCL chose, CPU."""
     found: dict[str, Any] = {"network": None, "took": []}
     choices: dict[int, str] = {}
@@ -131,7 +137,8 @@ def measure(spec: str, variant: dict[str, str], sizes: list[int], timeout: float
 
     argv = [sys.executable, __file__, "--rank", json.dumps(sizes)]
     env = environment(variant, "INIT,NET,TUNING")
-    job = harness.in_lab(spec, argv, env=env, limit=timeout, hear=hear)
+    faults = FAULTS.get(network, [])
+    job = harness.in_lab(spec, argv, env=env, limit=timeout, faults=faults, hear=hear)
     rows = {}
     for size in sizes:
         ranks = [one for one in job.said if one["size"] == size]
@@ -229,7 +236,7 @@ def main() -> None:
         for name in given.variants.split(","):
             began = time.time()
             try:
-                cell = measure(spec, {**VARIANTS[name], **algorithm}, sizes, given.timeout)
+                cell = measure(network, spec, {**VARIANTS[name], **algorithm}, sizes, given.timeout)
             except Exception as error:  # noqa: BLE001 - one cell must not end the table
                 cell = {"status": -1, "errors": [repr(error)], "network": None, "sizes": {}}
             cells.append({"name": network, "spec": spec, "variant": name, **cell})

@@ -76,13 +76,14 @@ def rank_main(seconds: float) -> None:
             "MB_s": size * int(calls) / took / 1e6,
         }  # fmt: skip
 
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
     for name in PROTOCOLS:
         os.environ.pop("NCCL_PROTO", None)
         if name != "auto":
             os.environ["NCCL_PROTO"] = name
         group = dist.new_group(list(range(world)), backend="nccl")
         for size in SIZES:
-            harness.say(rank=rank, protocol=name, size=size, **cell(group, size))
+            harness.say(rank=rank, nccl=nccl, protocol=name, size=size, **cell(group, size))
     dist.destroy_process_group()
 
 

@@ -5,7 +5,8 @@
 A Llama-shaped model (2.69B parameters: 32 layers, width 2560), 8 x 1024 tokens a GPU, blocks
 recomputed, clipping at 1.0. Rows that start with "largest" train one sequence of
 1024 tokens in 24 GB of GPU and 110 GB of host memory; those with "whole" train 8 sequences in 76
-and 110 GB; those with "long" train one long sequence of 8.0B parameters there. Each row runs in
+and 110 GB; those with "long" train one long sequence of 8.0B parameters there; those with "4B" and
+"8B" are what Evener and DeepSpeed make of the same machine. Each row runs in
 processes of its own (a peer that runs out of memory takes nobody with it), one after the other;
 `--gpus` starts each under torchrun.
 
@@ -59,6 +60,8 @@ def evener(
     steps: int,
     lr: float = HYPER["lr"],
     length: int = 1024,
+    warmup: int = 3,
+    recorded: int = 3,
     **own: Any,
 ) -> dict[str, Any]:
     """The engine; `own`: keys of its section of the configuration."""
@@ -92,13 +95,14 @@ def evener(
         engine.step()
         return loss.detach()
 
-    result = timed(step, tokens.numel(), steps, engine.drain)
+    result = timed(step, tokens.numel(), steps, engine.drain, warmup)
     shares = engine.updated
-    engine.record()
-    for _ in range(3):
-        step()
+    if recorded:
+        engine.record()
+        for _ in range(recorded):
+            step()
+        result["where"] = zero.spans.summary(engine.recorded())
     result |= {
-        "where": zero.spans.summary(engine.recorded()),
         "preparation": {"probe": probed - begun, "initialize": ready - probed},
         "updated": shares,
         "plan": planned(engine),
@@ -142,9 +146,26 @@ def _whole(layers: int, **own: Any) -> Callable[..., dict[str, Any]]:
     return lambda *_: evener(layers, 6144, BATCH, 3, lr=1e-6, **own)
 
 
-def _long(length: int, tiles: bool) -> Callable[..., dict[str, Any]]:
-    """One sequence on the whole of a H100; 38 layers of width 4096 are 8.0B parameters."""
-    own = {
+_SIZES = {False: (32, 3072), True: (38, 4096)}
+"""Layers and width of 3.8B parameters and of 8.0B: what DeepSpeed holds in 128 GB of host memory
+with FP32 states, and with BF16 ones."""
+
+
+def _beside(large: bool, **own: Any) -> Callable[..., dict[str, Any]]:
+    """Beside the peers: 8 x 1024 tokens, the whole GPU and 110 GB of host memory."""
+    own = {"budget": {"gpu": 76 * GB, "host": 110 * GB}, "checkpointing": True, **own}
+    return lambda *_: evener(*_SIZES[large], BATCH, 3, **own)
+
+
+def _peer(large: bool, **how: Any) -> Callable[..., dict[str, Any]]:
+    return lambda *_: peer(peers.deepspeed, **how)(*_SIZES[large], BATCH, 3)
+
+
+def _long(length: int, tiles: bool, **how: int) -> Callable[..., dict[str, Any]]:
+    """One sequence on the whole of a H100; 38 layers of width 4096 are 8.0B parameters. A step of
+    65,536 tokens and more takes so long that no second warm-up would change its time."""
+    how = {"warmup": 1, "recorded": 0} | how if length > 1 << 15 else how
+    own: dict[str, Any] = {
         "budget": {"gpu": 76 * GB, "host": 110 * GB},
         "checkpointing": "auto",
         "loss": "fused",
@@ -152,7 +173,8 @@ def _long(length: int, tiles: bool) -> Callable[..., dict[str, Any]]:
         "master": False,
         "tiles": tiles,
     }
-    return lambda *_: evener(38, 4096, 1, 2, lr=1e-6, length=length, **own)
+    steps = 2 if length <= 1 << 15 else 1
+    return lambda *_: evener(38, 4096, 1, steps, lr=1e-6, length=length, **how, **own)
 
 
 SMALL = {"gpu": 8 * GB}
@@ -168,12 +190,19 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "whole, 11.3B, fp32 states": _whole(24),
     "whole, 18.5B, int8 moments": _whole(40, moments="int8"),
     "whole, 18.5B, int8 moments, no copy": _whole(40, moments="int8", master=False),
-    "whole, 25.8B, int8 moments, no copy": _whole(56, moments="int8", master=False),
+    "whole, 27.6B, int8 moments, no copy": _whole(60, moments="int8", master=False),
     "long, 32k, whole": _long(1 << 15, tiles=False),
     "long, 32k, tiles": _long(1 << 15, tiles=True),
     "long, 64k, tiles": _long(1 << 16, tiles=True),
     "long, 128k, tiles": _long(1 << 17, tiles=True),
-    "long, 256k, tiles": _long(1 << 18, tiles=True),
+    "long, 256k, tiles": _long(1 << 18, tiles=True, warmup=0),
+    "4B, evener": _beside(False),
+    "4B, DeepSpeed": _peer(False),
+    "4B, SuperOffload": _peer(False, way="superoffload"),
+    "4B, ZenFlow": _peer(False, way="zenflow"),
+    "8B, evener": _beside(True),
+    "8B, evener, bf16 moments, no copy": _beside(True, moments="bf16", master=False),
+    "8B, DeepSpeed, all bf16": _peer(True, half=True),
     "FSDP2 CPU offload": peer(peers.fsdp, prefetch=False),
     "DeepSpeed ZeRO-3 offload": peer(peers.deepspeed),
     "largest of DeepSpeed, pinned": lambda *_: peer(peers.deepspeed)(26, 3840, 1, 2),
@@ -210,7 +239,7 @@ def show(name: str, row: dict[str, Any]) -> None:
     if plan := row.get("plan"):
         print(
             f"    plan: {plan['planned_seconds'] / row['seconds']:.2f} of it reached: {plan}\n"
-            f"    recorded: {row['where']}",
+            f"    recorded: {row.get('where')}",
             flush=True,
         )
 

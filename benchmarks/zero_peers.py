@@ -126,31 +126,53 @@ def fsdp(task: Task, steps: int, prefetch: bool) -> dict[str, Any]:
     return timed(plain(task, model, optimizer), task.tokens, steps)
 
 
-def deepspeed(task: Task, steps: int, pin: bool = True) -> dict[str, Any]:
+SUPER = {"overlap_comm": False, "reduce_bucket_size": 400_000_000, "sub_group_size": 400_000_000}
+ZENFLOW = {"topk_ratio": 0.05, "update_interval": 4, "overlap_step": True}
+"""As the tutorials at deepspeed.ai have them."""
+
+
+def deepspeed(
+    task: Task, steps: int, pin: bool = True, half: bool = False, way: str = ""
+) -> dict[str, Any]:
     """DeepSpeed ZeRO-3, parameters and optimizer on the host (`pin`: in pinned memory), its CPU
-    Adam. Weights are drawn on the GPU, a layer at a time, as `zero.Init` takes them."""
+    Adam. Weights are drawn on the GPU, a layer at a time, as `zero.Init` takes them. `half`: the
+    exact copy and the moments in BF16. `way`: "superoffload", or "zenflow" at stage 2: both
+    have the parameters on the GPU."""
     import deepspeed as ds  # type: ignore[import-not-found]
 
     group()
+    optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": pin}
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "offload_optimizer": optimizer,
+        "offload_param": {"device": "cpu", "pin_memory": pin},
+    }
+    if way == "superoffload":
+        optimizer |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9}
+        zero |= SUPER
+    elif way == "zenflow":
+        zero |= {"stage": 2, "zenflow": ZENFLOW}
+    if way:
+        del zero["offload_param"]
+    smaller = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     config = {
         "train_micro_batch_size_per_gpu": task.rows,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, **(smaller if half else {})},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": HYPER},
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "offload_optimizer": {"device": "cpu", "pin_memory": pin},
-            "offload_param": {"device": "cpu", "pin_memory": pin},
-        },
+        "zero_optimization": zero,
         "steps_per_print": 1 << 30,
     }
-    with ds.zero.Init(config_dict_or_path=config):
-        model = task.make()
-    for name, parameter in model.named_parameters() if task.drawn else ():
-        with ds.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
-            parameter.copy_(task.value(name, parameter))
+    if zero["stage"] == 3:
+        with ds.zero.Init(config_dict_or_path=config):
+            model = task.make()
+        for name, parameter in model.named_parameters() if task.drawn else ():
+            with ds.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+                parameter.copy_(task.value(name, parameter))
+    else:
+        model = filled(task.empty(), task.value, torch.bfloat16, place())
     task.recompute(model)
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
 
@@ -161,8 +183,9 @@ def deepspeed(task: Task, steps: int, pin: bool = True) -> dict[str, Any]:
         return loss.detach()
 
     found = timed(step, task.tokens, steps)
-    count = sum(p.ds_numel for p in model.parameters())  # type: ignore[attr-defined]
-    return {**found, "version": ds.__version__, "parameters": count, "pinned": pin}
+    count = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    how = {"pinned": pin, "half": half, "way": way}
+    return {**found, "version": ds.__version__, "parameters": count, **how}
 
 
 def compile_adam() -> None:

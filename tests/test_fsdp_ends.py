@@ -5,10 +5,13 @@ never a hang."""
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +29,40 @@ from tests.test_fsdp import batch
 from tests.test_fsdp_sharded import alike, moved, sharded, train, weights
 
 ROOT = Path(__file__).parents[1]
-# Rank 1 ends in the third step, where the first argument says and in the way of the second.
+# Rank 1 ends in the third step, where a case says and in the way that it says. Cases, each with a
+# port, follow one another in processes that are forked when all is imported: that takes seconds.
+CASES = {
+    "exact": [
+        ("before", "killed"),
+        ("forward", "killed"),
+        ("backward", "killed"),
+        ("forward", "memory"),
+    ],
+    "int4": [("backward", "killed"), ("backward", "memory")],
+}
 KILLED = """
-import os, signal, sys
-import torch, torch.distributed as dist
+import json, os, signal, sys, time
+import torch, torch._dynamo, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests import forked
 
+ends = []
+for where, why, port in json.loads(sys.argv[1]):
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    ends.append((status, time.monotonic() - began))
+else:
+    print(json.dumps(ends))
+    sys.exit()
+
+for number, kind in ((1, "stdout"), (2, "stderr")):
+    os.dup2(os.open(f"{where}-{why}.{kind}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+os.environ["MASTER_PORT"] = str(port)
 forked.ranks(2)
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -47,18 +75,18 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 def die(*_):
     if dist.get_rank() == 1 and step == 2:
-        if sys.argv[2] == "memory":
+        if why == "memory":
             raise torch.OutOfMemoryError("out of memory")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 step = -1
-if sys.argv[1] == "forward":
+if where == "forward":
     model[1].register_forward_pre_hook(die)
-if sys.argv[1] == "backward":
+if where == "backward":
     model[1].register_full_backward_pre_hook(die)
 for step in range(4):
-    if sys.argv[1] == "before":
+    if where == "before":
         die()
     model(torch.randn(4, 32)).square().mean().backward()
     optimizer.step()
@@ -67,37 +95,64 @@ print("went on to the end")
 """
 
 
+@dataclass(frozen=True)
+class End:
+    """How a job ended: exit status of the first rank, seconds, what both said."""
+
+    status: int
+    took: float
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[tuple[str, str], End]]:
+    """How each case of a mode ended. The first test that asks runs them all."""
+
+    @functools.cache
+    def ends(mode: str) -> dict[tuple[str, str], End]:
+        folder = tmp_path_factory.mktemp(mode)
+        script = folder / "train.py"
+        script.write_text(KILLED, encoding="utf-8")
+        cases = [(*case, free_port()) for case in CASES[mode]]
+        meet = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(SITE), str(ROOT), *sys.path[1:]])
+        done = subprocess.run(
+            [sys.executable, str(script), json.dumps(cases)],
+            cwd=folder,
+            env={**os.environ, **meet, "PYTHONPATH": path, "EVENER_FSDP": mode},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return {
+            (where, why): End(
+                *end,
+                (folder / f"{where}-{why}.stdout").read_text(),
+                (folder / f"{where}-{why}.stderr").read_text(),
+            )
+            for (where, why), end in zip(CASES[mode], json.loads(done.stdout), strict=True)
+        }
+
+    return ends
+
+
+@pytest.mark.timeout(620)  # the first one waits for all of its mode
 @pytest.mark.parametrize(
-    ("mode", "where", "why"),
-    [
-        ("exact", "before", "killed"),
-        ("exact", "forward", "killed"),
-        ("exact", "backward", "killed"),
-        ("int4", "backward", "killed"),
-        ("exact", "forward", "memory"),
-        ("int4", "backward", "memory"),
-    ],
+    ("mode", "where", "why"), [(mode, *case) for mode, cases in CASES.items() for case in cases]
 )
-def test_a_rank_that_ends_ends_the_others(tmp_path: Path, mode: str, where: str, why: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(KILLED, encoding="utf-8")
-    meet = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    path = os.pathsep.join([str(SITE), str(ROOT), *sys.path[1:]])
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(script), where, why],
-        env={**os.environ, **meet, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "EVENER_FSDP": mode},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert time.monotonic() - began < 120
-    assert done.returncode != 0
-    assert "goes on with Evener" in done.stderr
-    assert "went on to the end" not in done.stdout
+def test_a_rank_that_ends_ends_the_others(
+    ended: Callable[[str], dict[tuple[str, str], End]], mode: str, where: str, why: str
+) -> None:
+    end = ended(mode)[where, why]
+    assert end.took < 120
+    assert end.status != 0
+    assert "goes on with Evener" in end.err
+    assert "went on to the end" not in end.out
     # Gloo's own words, as without Evener.
-    assert "Connection closed by peer" in done.stderr or "Connection reset" in done.stderr
+    assert "Connection closed by peer" in end.err or "Connection reset" in end.err
 
 
 def short_of_memory(module: nn.Module, rank: int, where: str) -> list[torch.Tensor] | str:

@@ -44,6 +44,26 @@ def test_every_gradient_has_a_place_of_its_own(
     assert seen == sizes
 
 
+@pytest.mark.parametrize("looks", [0, 5, 100])
+@pytest.mark.parametrize("patient", [False, True])
+def test_who_lets_go_a_little_later_keeps_nothing(
+    looks: int, patient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a thread of Gloo's does, which may have no processor for a while."""
+    buckets = Buckets(parameters((100,), (100,)), range(2), 1 << 20, 1, frozenset())
+    held, slept = [buckets[0].buffer[:10]], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == looks:
+            held.clear()
+
+    monkeypatch.setattr("evener.comm.buckets.time.sleep", sleep)
+    found = buckets.kept(patient)
+    assert found == ([] if looks == 5 or (patient and looks == 100) else [0])
+    assert sum(slept) < (0.06 if patient else 0.003)
+
+
 def test_size_zero_means_one_bucket_a_tensor() -> None:
     assert group_by_size(parameters((4,), (4,), (1000,)), range(3), 0) == [[0], [1], [2]]
 

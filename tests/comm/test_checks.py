@@ -78,7 +78,8 @@ def run(script: str, *arguments: str, **env: str) -> None:
 
 
 def test_the_kernel_in_the_interpreter_equals_the_reference() -> None:
-    run(KERNEL, "cpu", TRITON_INTERPRET="1")
+    stay = "from tests import interpreted; interpreted.stay()\n"
+    run(stay + KERNEL, "cpu", TRITON_INTERPRET="1")
 
 
 def test_the_kernel_compiles_for_hopper() -> None:

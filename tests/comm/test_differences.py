@@ -158,7 +158,9 @@ from evener.comm.codecs import rice
 rice.STEPS, rice.TILE = 8, 256
 import torch
 from evener.comm.codecs import differences, triton_differences
+from tests import interpreted
 from tests.comm.test_differences import any_bits, moved, same, stepped
+interpreted.stay()
 torch.set_num_threads(1)
 kinds = set()
 def check(new, old):

@@ -24,6 +24,8 @@ from tests.comm.cases import bits
 torch.set_num_threads(1)
 device = torch.device(sys.argv[1])
 if device.type == "cpu":
+    from tests import interpreted
+    interpreted.stay()
     # Triton's interpreter cuts to bf16 what a GPU rounds, and has other numbers below the normal.
     from triton.runtime import interpreter
     import triton.language as tl

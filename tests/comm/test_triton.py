@@ -14,12 +14,14 @@ pytestmark = pytest.mark.timeout(600)
 
 INTERPRETED = """
 import torch
+from tests import interpreted
 from evener.comm.codecs import chunks, int4, int8, sums, topk
 from evener.comm.codecs.payload import Payload
 from evener.comm.codecs import triton_casts, triton_chunks, triton_int4
 from evener.comm.codecs import triton_int8, triton_sums, triton_topk
 from tests.comm.cases import CASES, bits
 
+interpreted.stay()
 torch.set_num_threads(1)
 triton_topk.PROGRAMS = 4
 triton_topk.SAMPLES, triton_topk.SAMPLES_EACH = 512, 128

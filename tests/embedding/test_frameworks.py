@@ -17,6 +17,7 @@ import torch
 
 from evener.embedding import Options, Store, forget
 from evener.embedding.torch import DynamicEmbedding, DynamicOptimizer
+from tests.conftest import START
 
 STEPS, DIM, BATCH, LR = 500, 5, (16, 3), 0.05
 
@@ -74,7 +75,7 @@ def test_500_steps_leave_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "test_frameworks_batches.py").write_text(made, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", CHILD.format(dim=DIM, lr=LR), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env={**os.environ, "PYTHONPATH": f"{START}:{tmp_path}", "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
         timeout=280,

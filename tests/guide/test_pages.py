@@ -21,6 +21,7 @@ from evener.cli import evener
 from evener.errors import UsageError
 from evener.tools import lab
 from evener.tools.quickstart.command import KINDS
+from tests.conftest import START
 from tests.guide.blocks import MARKS, PAGES, ROOT, Block, blocks, commands, evener_words
 from tests.guide.walk import RUNS, Walk, environment, go_through
 
@@ -42,7 +43,9 @@ def readers(
     """
     # Copied now: tests that run meanwhile change this process' own.
     compiled = str(tmp_path_factory.mktemp("compiled"))
-    env = environment(Path(sys.executable).parent, EVENER_COMPILE_DIR=compiled)
+    # A reader's, but for what makes Python start sooner: start/sitecustomize.py.
+    more = {"EVENER_COMPILE_DIR": compiled, "PYTHONPATH": START}
+    env = environment(Path(sys.executable).parent, **more)
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     pages = [call.params["page"] for call in calls if call and "page" in call.params]
     with ThreadPoolExecutor(2) as pool:

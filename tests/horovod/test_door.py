@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from evener.tools.launch import horovod_path
+from tests.conftest import START
 
 # In the style of upstream's synthetic benchmark: what such scripts import and print.
 SCRIPT = """
@@ -100,7 +101,7 @@ def test_plain_mpirun_with_lightccs_variables(script: Path) -> None:
         "HOROVOD_MPI_THREADS_DISABLE": "1",
         "HOROVOD_FUSION_THRESHOLD": "0",
         "HOROVOD_CYCLE_TIME": "0",
-        "PYTHONPATH": str(horovod_path.ALIAS),
+        "PYTHONPATH": f"{horovod_path.ALIAS}:{START}",
     }
     passed = [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
     done = subprocess.run(

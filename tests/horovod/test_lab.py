@@ -10,6 +10,7 @@ import pytest
 
 from evener.tools.lab import Lab
 from evener.tools.launch import horovod_path
+from tests.conftest import START
 from tests.horovod.test_door import SCRIPT
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
@@ -34,7 +35,7 @@ def test_plain_mpirun_over_two_hosts(lab: Lab) -> None:
         "-H",
         "node0:2,node1:2",
         "-x",
-        f"PYTHONPATH={horovod_path.ALIAS}",
+        f"PYTHONPATH={horovod_path.ALIAS}:{START}",
     ]
     command += ["-x", "LIGHT_2D_ALLREDUCE=1", "-x", "LIGHT_INTRA_SIZE=2", "-x", "OMP_NUM_THREADS=1"]
     # The lab's nodes have these from the lab's launcher, a cluster's have not.

@@ -22,6 +22,7 @@ from evener.horovod.state import STATE
 from evener.horovod.torch.optimizer import _DistributedOptimizer
 from evener.tools.launch import horovod_path
 from tests import worlds
+from tests.conftest import START
 
 
 def model_of() -> nn.Module:
@@ -104,35 +105,43 @@ def test_a_rank_that_has_finished_fails_no_set_without_it(tmp_path: Path, first:
     run_script(tmp_path, FINISHED, 3, FIRST=first, EVENER_FREEZE_AFTER="3")
 
 
+# Ranks are forked when all is imported, which takes seconds; each still ends when it likes.
+RANKS = """
+import os, sys
+import torch, torch._dynamo, evener.horovod.torch
+ranks = []
+for rank in range(int(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=sys.argv[1])
+        break
+    ranks.append(child)
+else:
+    sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
+"""
+
+
 def run_script(folder: Path, text: str, size: int = 2, **more: str) -> None:
     """That many ranks of it, without a launcher; all must end well."""
     script = folder / "train.py"
-    script.write_text(text)
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={
-                **{k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")},
-                "RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "PYTHONPATH": str(horovod_path.ALIAS),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "EVENER_TIMEOUT": "30",
-                **more,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    for rank in ranks:
-        said, _ = rank.communicate(timeout=120)
-        assert rank.returncode == 0, said
+    script.write_text(RANKS + text)
+    done = subprocess.run(
+        [sys.executable, str(script), str(size)],
+        env={
+            **{k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")},
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "PYTHONPATH": os.pathsep.join([str(horovod_path.ALIAS), START]),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "EVENER_TIMEOUT": "30",
+            **more,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 # --- optimizers ----------------------------------------------------------------------------------

@@ -74,12 +74,14 @@ for shape in SHAPES:
 INTERPRETER = """
 import torch
 from triton.runtime import interpreter
+from tests import interpreted
 torch.set_num_threads(1)
 patch = interpreter._patch_lang_tensor
 def patched(tensor, scope):
     patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 interpreter._patch_lang_tensor = patched
+interpreted.stay()
 """
 
 INTERPRETED = (

@@ -90,12 +90,16 @@ def _faults(names: list[str], args: argparse.Namespace, console: Console) -> lis
         with contextlib.closing(Alone(name)) as alone:
             for fault in [] if _skipped(alone, console) else alone.faults:
                 result = _search(alone, args.start, args, console, fault)
-                good = bool(result.error)
+                good = bool(result.error) and not result.broken
+                said = "found" if good else "NOT FOUND"
                 after = f"{result.programs} programs" if good else result.without or "not found"
+                if result.broken:
+                    said = after = "the fault itself is broken"
+                    console.print(result.broken, markup=False, highlight=False)
                 program = json.dumps(result.program) if good else ""
                 table.add_row(name, fault, after[:300], f"{result.seconds:.0f}", program[:300])
                 rows.append({"fault": fault, **asdict(result), "good": good})
-                _say(console, result, f"{'found' if good else 'NOT FOUND'}: {fault}")
+                _say(console, result, f"{said}: {fault}")
                 _write(args, rows)
     console.print(table)
     return rows

@@ -89,7 +89,9 @@ class Alone:
             said = str(error) if isinstance(error, TimeoutError) else "the process died"
             said = f"{said}; {self._last_lines()}".removesuffix("; ")
             self.close(0.0)
-            return Result(self.name, seed, programs, time.monotonic() - began, program, said)
+            found = Result(self.name, seed, programs, time.monotonic() - began, program, said)
+            # No difference, as far as anyone can see.
+            return replace(found, broken=said) if fault else found
         except BaseException:  # interrupted: nothing that it runs is waited for
             self.close(0.0)
             raise
@@ -139,19 +141,8 @@ def _serve(pipe: Connection, make: Callable[[], Twin], printed: str) -> None:
             seed, count, fault = pipe.recv()
         except (EOFError, ConnectionError):
             return
-        with tested.faults[fault]() if fault else contextlib.nullcontext():
-            # That it is found is all that a fault is put in for; to shrink a hang takes minutes.
-            result = harness.search(tested, seed, count, begins, shrink=not fault)
-        if fault and result.error:
-            result = _by_the_fault(tested, result)
+        if fault:
+            result = harness.find(tested, fault, seed, count, begins)
+        else:
+            result = harness.search(tested, seed, count, begins)
         pipe.send(("result", result))
-
-
-def _by_the_fault(tested: Twin, result: Result) -> Result:
-    """What was found with a fault in, if the program is right without it: else nothing was."""
-    try:
-        tested.check(result.program)
-    except Exception as error:  # noqa: BLE001 - whatever a search takes for a difference
-        said = f"fails without the fault too: {type(error).__name__}: {error}"
-        return replace(result, error="", without=said)
-    return result

@@ -31,7 +31,11 @@ class World:
         atexit.register(self.stop)
 
     def run(self, question: Any) -> list[Any]:
-        """Each rank's answer; raises AssertionError with the first traceback."""
+        """Each rank's answer.
+
+        Raises AssertionError with the first traceback of a rank, ChildProcessError where a rank
+        died, TimeoutError.
+        """
         if not self._ranks:
             self._start()
         for rank in self._ranks:
@@ -47,10 +51,14 @@ class World:
             )
             if not ready:
                 self.stop()
-                raise AssertionError(f"not finished after {self.timeout} s")
+                raise TimeoutError(f"not finished after {self.timeout} s")
             for pipe in ready:
                 line = pipe.readline()
-                good, value = json.loads(line) if line else (False, self._died())
+                if not line:
+                    died = self._died()
+                    self.stop()
+                    raise ChildProcessError(died)
+                good, value = json.loads(line)
                 if not good:
                     self.stop()
                     raise AssertionError(value)

@@ -46,7 +46,11 @@ class Ranks:
         atexit.register(self.stop)
 
     def run(self, name: str, *args: Any) -> list[Any]:
-        """What the ranks returned; raises AssertionError with the first one's traceback."""
+        """What the ranks returned.
+
+        Raises AssertionError with the first traceback of a rank, ChildProcessError where a rank
+        died, TimeoutError.
+        """
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -59,15 +63,16 @@ class Ranks:
             for pipe in ready:
                 try:
                     good, value = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    good, value = False, "the process died"
+                except EOFError as error:
+                    self.stop()
+                    raise ChildProcessError("a rank died") from error
                 if not good:
                     self.stop()
                     raise AssertionError(value)
                 found[self._pipes.index(pipe)] = value  # type: ignore[arg-type]
             if not ready:
                 self.stop()
-                raise AssertionError(f"not finished after {self.timeout} s")
+                raise TimeoutError(f"not finished after {self.timeout} s")
         return [found[rank] for rank in range(self.size)]
 
     def _start(self) -> None:

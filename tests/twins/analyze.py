@@ -385,8 +385,8 @@ def _first_is_right(values: dict[int, Any]) -> Any:
     return (odd, values[odd[0]], first) if odd else None
 
 
-def _silence_proves(groups: Any, world: int, seen: set[int]) -> Any:
-    del seen
+def _silence_proves(groups: Any, world: int, seen: set[int], victims: set[int]) -> Any:
+    del seen, victims
     name, members = max(groups.items(), key=lambda item: len(item[1]))
     missing = sorted(set(range(world)) - set(members))
     return waits._culprit("silent", members, tuple(missing), name, 1, "", "")
@@ -412,7 +412,7 @@ Fault = Callable[[], AbstractContextManager[Any]]
 FAULTS: dict[str, Fault] = {
     "a finding on speed is the reason": lambda: _patched(base, "FOLLOWS", 1000),
     "the first warning is the reason": lambda: _patched(run, "follows", lambda *_: False),
-    "lines of JSON are not unwrapped": lambda: _patched(unwrap, "line", lambda _: None),
+    "lines of JSON are not unwrapped": lambda: _patched(unwrap, "line", lambda *_: None),
     "documents of lines are not unwrapped": lambda: _patched(unwrap, "document", lambda _: None),
     "lines are counted, not ranks": _line_counts,
     "the job's size is not read": lambda: _patched(hangs, "world_size", lambda _: 0),

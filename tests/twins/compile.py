@@ -242,8 +242,8 @@ PROGRAMS = st.fixed_dictionaries(
 # --- faults: what was wrong once ---
 
 
-def _first_batch(size: int, edge: int) -> list[int]:
-    return [min(size, edge - 1)]
+def _first_batch(size: int, edge: int) -> list[range]:
+    return [range(min(size, edge - 1))]
 
 
 def _one_padding(plain: Any) -> Any:
@@ -272,7 +272,7 @@ def _cut_by_edge() -> contextlib.AbstractContextManager[Any]:
 
 FAULTS: dict[str, Any] = {
     "the first batch is compared alone": lambda: mock.patch.object(
-        independence, "sizes", _first_batch
+        independence, "samples", _first_batch
     ),
     "the padding of the call is compared alone": lambda: mock.patch.object(
         independence, "fillings", _one_padding(independence.fillings)

@@ -131,7 +131,7 @@ def nearly_full() -> AbstractContextManager[Any]:
     """One row of padding and one filling, as the check once was."""
     last = lambda size, more, _: [independence.Filling("last", (size - 1,) * more)]  # noqa: E731
     return mock.patch.multiple(
-        independence, sizes=lambda size, edge: [min(size, edge - 1)], fillings=last
+        independence, samples=lambda size, edge: [range(min(size, edge - 1))], fillings=last
     )
 
 

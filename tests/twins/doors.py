@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.twins._doors_faults import FAULTS
+from tests.twins._doors_faults import ENDS, FAULTS
 from tests.twins._doors_programs import ROWS, programs
 from tests.twins._doors_run import DEVICE, Net, Run
 from tests.twins.harness import Program, Twin
@@ -52,12 +52,12 @@ def run_one(program: Program, rank: int) -> str:
             run = Run(program, way, rank)
             run.train()
             results[way] = run.result()
-        except Exception as error:  # noqa: BLE001 - plain DDP may raise it too
-            errors[way] = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-900:]}"
+        except Exception:  # noqa: BLE001 - plain DDP may raise it too
+            errors[way] = traceback.format_exc()
     if "plain" in errors:
         return _NO_PROGRAM
     if errors:
-        return f"raises: {errors}"
+        return "".join(f"{way} raises: {trace}" for way, trace in errors.items())
     want = results.pop("plain")
     for way, found in results.items():
         if want.keys() != found.keys():
@@ -163,15 +163,18 @@ def _serve(rank: int, port: int, pipe: Any, env: dict[str, str]) -> None:
         torch.use_deterministic_algorithms(True)
     dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=limit)
     steps.best_sequence = choose.best_sequence = _drawn_sequence
-    fault = env.get("TWIN_FAULT", "")
-    if fault:
-        FAULTS[fault]()
+    fault, broken = env.get("TWIN_FAULT", ""), ""
+    try:
+        if fault:
+            FAULTS[fault]()
+    except Exception:  # noqa: BLE001 - the parent raises it
+        broken = traceback.format_exc()
     while True:
         try:
             program = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
-        pipe.send_bytes(pickle.dumps(run_one(program, rank)))
+        pipe.send_bytes(pickle.dumps(broken or run_one(program, rank)))
 
 
 class World:
@@ -183,7 +186,10 @@ class World:
         self.fault = ""
 
     def check(self, program: Program) -> None:
-        """Raise AssertionError where a rank differs from plain DDP, or ranks from each other."""
+        """Raise AssertionError where a rank differs from plain DDP, or ranks from each other.
+
+        TimeoutError and EOFError: a rank hangs, or died.
+        """
         fault = os.environ.get("TWIN_FAULT", "")
         if not self.pipes or fault != self.fault:
             self.start(fault)
@@ -194,11 +200,11 @@ class World:
             limit = _SECONDS * (5 if program["compile"] else 1)  # on busy processors
             for rank, pipe in enumerate(self.pipes):
                 if not pipe.poll(limit):
-                    raise AssertionError(f"rank {rank} has not finished after {limit} s")
+                    raise TimeoutError(f"rank {rank} has not finished after {limit} s")
                 answers.append(pickle.loads(pipe.recv_bytes()))
-        except (AssertionError, EOFError, OSError) as error:
+        except (EOFError, OSError):
             self.stop()
-            raise AssertionError(f"{type(error).__name__}: {error}") from error
+            raise
         wrong = [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text]
         if _NO_PROGRAM in answers:
             self.stop()  # plain DDP raises, and then the ranks may be anywhere
@@ -254,5 +260,6 @@ TWIN = Twin(
     programs(),
     WORLD.check,
     {name: partial(_fault, name) for name in FAULTS},
+    ENDS,
     programs_per_round=100,
 )

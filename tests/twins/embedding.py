@@ -39,7 +39,7 @@ from evener.embedding.torch.dcp import TableLoadPlanner
 from evener.embedding.torch.table import Table
 from evener.errors import UsageError
 from tests.twins import _dcp
-from tests.twins._embedding_faults import FAULTS
+from tests.twins._embedding_faults import ENDS, FAULTS
 from tests.twins._embedding_reference import DIM, KEYS, OPTIMIZERS, UNIVERSE, Reference, Saved, near
 from tests.twins.harness import Program, Twin
 
@@ -454,4 +454,4 @@ PROGRAMS = st.fixed_dictionaries(
         "ops": st.lists(_OPS, min_size=1, max_size=12),
     }
 )
-TWIN = Twin("embedding", PROGRAMS, check, FAULTS, programs_per_round=300)
+TWIN = Twin("embedding", PROGRAMS, check, FAULTS, ENDS, programs_per_round=300)

@@ -32,7 +32,7 @@ from evener.comm import ahead, mirrors, shards
 from evener.comm.codecs import differences, int4, int8, rows
 from evener.comm.mirrors import Found, Mirror
 from tests.twins._ranks import Ranks, Switch
-from tests.twins.harness import Program, Twin
+from tests.twins.harness import Program, Twin, often
 
 RANKS, ROWS, WORDS = 2, 3, 7
 POLICIES: dict[str, MixedPrecisionPolicy] = {
@@ -169,10 +169,20 @@ class Pair:
                     raise
             if self.program["clip"]:
                 nn.utils.clip_grad_norm_(model.parameters(), self.program["clip"])
+        self._one_nan()
         self._compare("gradients", lambda p: p.grad)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+    @torch.no_grad()
+    def _one_nan(self) -> None:
+        """Which NaN a sum gives depends on its order: ours become those of the plain model."""
+        for plain, ours in zip(*(model.parameters() for model in self.models), strict=True):
+            if plain.grad is not None and ours.grad is not None:
+                a, b = _local(plain.grad), _local(ours.grad)
+                both = a.isnan() & b.isnan()
+                b[both] = a[both]
 
     def do_spoil(self, seed: int) -> None:
         """A step that the program skips, on one rank's account, and the next one."""
@@ -449,6 +459,13 @@ FAULTS: dict[str, Callable[[], Any]] = {
     ),
     "what INT4 did not send is forgotten": _put(shards.FormedReduceScatter, "_kept", _forgotten),
 }
+# Noticed before a comparison where a forward pass comes first.
+_CHECKSUM = "do not match what was sent"
+ENDS = {
+    "a decoded weight is off by a bit": _CHECKSUM,
+    "the mirror's own row stays as it was": f"{_CHECKSUM}|ends within tile",
+    "units of a group get each other's checksums": _CHECKSUM,
+}
 _switch = Switch()
 _world = functools.cache(lambda: Ranks(RANKS, timeout=60))
 
@@ -466,7 +483,7 @@ def _step(kind: str, *given: st.SearchStrategy[Any]) -> st.SearchStrategy[list[A
 
 
 _train = _step("train", st.integers(1, 3), st.integers(-1, 2), st.booleans())
-STEPS = st.one_of(
+STEPS = often(
     _train,
     _train,
     _step("evaluate"),
@@ -505,5 +522,6 @@ TWIN = Twin(
     programs=PROGRAMS,
     check=check,
     faults={name: (lambda name=name: _switch.put(name)) for name in FAULTS},
+    ends=ENDS,
     programs_per_round=60,
 )

@@ -510,7 +510,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
         ("api", "capture", _woken), ("plan", "capture", _woken)
     ),
     "numbers and flags are baked in": lambda: _patched(
-        ("capture", "_same", lambda _: lambda *_: None)
+        ("capture", "check_same", lambda _: lambda *_: None)
     ),
     "a branch of the whole batch": lambda: _patched(
         ("verify", "_differs", lambda _: lambda *_: ""),
@@ -523,7 +523,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "each stage clips by its own norm": _own_norms,
     "a mean of means": lambda: _patched(("api", "agreed", _mean)),
     "evaluate keeps the training mode": lambda: _patched(
-        ("verify", "_evaluates", lambda _: lambda *_: "")
+        ("verify", "_evaluates", lambda _: lambda *_, **__: "")
     ),
     "losses become float32": lambda: _patched(
         ("running", "Pipeline._agree", lambda plain: lambda *args: plain(*args).float())

@@ -499,9 +499,11 @@ def _own_sums() -> Any:
     return mock.patch.object(Ranks, "give", own)
 
 
-def _any_way(self: Table, _keys: torch.Tensor) -> Any:
+def _any_way(self: Table, keys: torch.Tensor) -> Any:
+    """The way of as many keys."""
     ahead, self._ahead = self._ahead, None
-    return None if ahead is None else ahead.way
+    as_many = ahead is not None and ahead.keys is not None and len(ahead.keys) == len(keys)
+    return ahead.way if as_many else None
 
 
 def _turned(self: Stage, parts: Any, sent: Any, came: Any) -> Any:

@@ -16,6 +16,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,8 @@ from torch.nn import functional
 from evener import zero
 from evener.base import torch_names
 from evener.errors import UsageError
-from evener.zero import api, boundary, checkpoint, groups, passes, units, vocabulary, weight
+from evener.zero import api, boundary, checkpoint, groups, passes, tiles, units, vocabulary, weight
+from evener.zero import loss as loss_module
 from evener.zero import optimizer as optimizers
 from evener.zero.chunk import Chunk
 from evener.zero.engine import Engine
@@ -564,6 +566,14 @@ def _put(target: Any, name: str, value: Any) -> Callable[[], AbstractContextMana
 
 
 @contextlib.contextmanager
+def _all(*faults: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(fault())
+        yield
+
+
+@contextlib.contextmanager
 def _no_graph() -> Iterator[None]:
     """Lazy logits that need no gradient, as functions of one's own see them."""
     made = vocabulary.LazyLogits.of
@@ -575,25 +585,6 @@ def _no_graph() -> Iterator[None]:
         return found
 
     with mock.patch.object(vocabulary.LazyLogits, "of", staticmethod(of)):
-        yield
-
-
-@contextlib.contextmanager
-def _unguarded() -> Iterator[None]:
-    """Weights that are away are NaN, and those of the last step are read where none are brought."""
-    with (
-        mock.patch.object(weight, "away", lambda _: None),
-        mock.patch.object(Passes, "wake", lambda _: None),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _strings() -> Iterator[None]:
-    with (
-        mock.patch.object(checkpoint, "_packed", lambda value: value),
-        mock.patch.object(checkpoint, "_unpacked", lambda value: value),
-    ):
         yield
 
 
@@ -666,6 +657,10 @@ def _clears_all() -> Iterator[None]:
         yield
 
 
+def _nothing(*_: Any) -> None:
+    """Nothing."""
+
+
 _arithmetic = torch_names.muon()
 _formats = Chunk.formats
 FAULTS = {
@@ -684,10 +679,19 @@ FAULTS = {
     "checkpoints hold no buffers": _put(checkpoint, "_restore_buffers", lambda *_: None),
     "a gradient of inputs adds those of weights": _put(boundary, "_wants_weights", lambda _: True),
     "torch's clipping does nothing": _put(weight.Weight, "_refuse_gone", lambda *_: None),
-    "weights that are away are NaN": _unguarded,
-    "state_dicts are NaN": _put(api, "show", lambda *_: None),
+    # Those of the last step are read where none are brought.
+    "weights that are away are NaN": partial(
+        _all, _put(weight, "away", _nothing), _put(Passes, "wake", _nothing)
+    ),
+    "state_dicts are NaN": partial(
+        _all, _put(api, "show", _nothing), _put(weight, "away", _nothing)
+    ),
     "the given optimizer's groups are copied": _copied_groups,
-    "milestones become strings": _strings,
-    "labels outside of the vocabulary pass": _put(vocabulary, "in_vocabulary", lambda *_: None),
+    "milestones become strings": partial(
+        _all, *(_put(checkpoint, name, lambda value: value) for name in ("_packed", "_unpacked"))
+    ),
+    "labels outside of the vocabulary pass": partial(
+        _all, *(_put(place, "in_vocabulary", _nothing) for place in (tiles, loss_module))
+    ),
 }
 TWIN = Twin("zero", PROGRAMS, check, FAULTS, programs_per_round=150)

@@ -250,18 +250,23 @@ def _put(target: Any, name: str, value: Any) -> Callable[[], Any]:
 
 
 def _as_it_comes(self: Gradients, all_of_them: bool = False) -> None:
-    """Chunks are reduced when they are complete, and the others at the end."""
+    """Each rank reduces chunks of the same size in the order in which they come to it."""
     if self._after and not all_of_them:
         return
     known = {chunk.index: chunk for chunk in self._chunks}
     done: set[int] = vars(self).setdefault("done", set())
-    for index in list(self._ready):
-        self._deliver(known[index], self._ready.pop(index))
-        done.add(index)
+    while self._next < len(self._chunks):
+        size = self._chunks[self._next].flat.numel()
+        left = [*self._ready, *(known if all_of_them else ())]
+        fits = [i for i in left if i not in done and known[i].flat.numel() == size]
+        if not fits:
+            return
+        done.add(fits[0])
+        self._next += 1
+        chunk, whole = known[fits[0]], self._ready.pop(fits[0], None)
+        self._deliver(chunk, self._zeros(chunk) if whole is None else whole)
     if all_of_them:
-        for chunk in self._chunks:
-            if chunk.index not in done:
-                self._deliver(chunk, self._zeros(chunk))
+        self._next = 0
         done.clear()
 
 

@@ -169,9 +169,14 @@ def check(program: dict[str, Any]) -> None:
         engine.close()
 
 
+_apart = st.sampled_from(sorted(APART))
 _names = st.one_of(
-    st.lists(st.sampled_from(sorted(APART)), min_size=1, max_size=4),
+    st.lists(_apart, min_size=1, max_size=4),
     st.lists(st.sampled_from(sorted([*APART, *MIXED])), min_size=1, max_size=4),
+    # One operation alone has to keep a block whole.
+    st.tuples(st.lists(_apart, max_size=2), st.sampled_from(sorted(MIXED))).map(
+        lambda parts: [*parts[0], parts[1]]
+    ),
 )
 PROGRAMS = st.fixed_dictionaries(
     {

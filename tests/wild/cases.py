@@ -198,6 +198,11 @@ PROGRAMS = (
         for name in ("trainer-lora", "trainer-best", "trainer-generates", "trl-sft",
                      "qlora-sft", "qlora-dpo", "accelerate-lora", "lightning-accumulates")
     ),
+    *(
+        Program(f"zero-script-{name}", "zero_scripts", ("-k", name), seconds=600.0)
+        for name in ("sft", "sft-lora", "sft-qlora", "sft-packed", "dpo", "dpo-lora", "dpo-qlora",
+                     "kto", "reward", "grpo")
+    ),
     *(Program(f"zero-models-{n}", "zero_models", ("--part", f"{n}/8")) for n in range(1, 9)),
     Program("zero-sequences", "zero_sequences", seconds=900.0),
     Program("moe-models", "moe_models"),

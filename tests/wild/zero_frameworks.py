@@ -31,10 +31,10 @@ class _Found:
     machine = zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9)
 
 
-def settings() -> dict[str, Any]:
+def settings(gpu: str = "900KB") -> dict[str, Any]:
     return {
         "zero_optimization": {"stage3_param_persistence_threshold": 100},
-        "evener": {"device": "cpu", "budget": {"gpu": "900KB", "host": "2GB"}},
+        "evener": {"device": "cpu", "budget": {"gpu": gpu, "host": "2GB"}},
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from evener import zero
 from evener.errors import UsageError
 from evener.zero.config import Config, read
 from evener.zero.frameworks import faces
+from evener.zero.frameworks.trainer import _batch
 
 from .models import Model, batches, loss_of
 
@@ -109,6 +111,24 @@ def test_two_numbers_of_micro_batches_are_refused() -> None:
         assert faces.accumulation(Config(accumulation=config), steps, "the Trainer") == want
     with pytest.raises(UsageError, match="gradient_accumulation_steps = 4, and the Trainer 8"):
         faces.accumulation(Config(accumulation=4), 8, "the Trainer")
+
+
+def test_the_collator_says_how_large_a_batch_is() -> None:
+    def pairs(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        torch.rand(1)
+        return {"input_ids": torch.stack(rows + rows)}
+
+    args = SimpleNamespace(per_device_train_batch_size=3, max_length=None)
+    given = SimpleNamespace(train_dataset=list(torch.ones(8, 16)), data_collator=pairs, args=args)
+    before = torch.get_rng_state()
+    assert _batch(given) == (6, 16)
+    assert torch.equal(torch.get_rng_state(), before)
+    args.max_length = 64
+    assert _batch(given) == (6, 64)
+    given.data_collator = lambda rows: {"pixel_values": rows}
+    assert _batch(given) is None
+    given.train_dataset = iter(())
+    assert _batch(given) is None
 
 
 def _accelerated(under: bool, folder: Path, steps: range, resume: bool) -> list[float]:

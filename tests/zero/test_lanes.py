@@ -178,7 +178,10 @@ import torch
 from evener.base import optimizers as _optimizers
 from evener.zero.rules import named, triton_adam
 from evener.zero.states import States, random_key
+from tests import interpreted
 from tests.zero.test_lanes import states_of
+
+interpreted.stay()
 
 for kind in ("adamw", "adam"):
     for master in ("split", "float16", "bfloat16", "float32"):

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from evener.base.budget import Budget
 from evener.zero import api
 from evener.zero.config import read
+from evener.zero.meter import Ledger, Meter
 from evener.zero.planner import Machine
 from evener.zero.planning import cut_and_trace
 from evener.zero.probe import STEP
@@ -214,3 +217,18 @@ def test_what_modules_launch_takes_longer_than_what_autograd_does() -> None:
     forward, beside, plain, again = step_seconds(profile, 1.0, 0.0, 0.01, 4.0)
     assert plain == again == pytest.approx(1.0)
     assert forward > plain and beside == pytest.approx(4 * forward)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [64, 128])
+def test_attention_is_counted_by_the_square_of_the_length(length: int, causal: bool) -> None:
+    """On a CPU too, whose kernel torch's formulas do not know; a causal one is half."""
+    shape, work = (2, 3, length, 16), 2 * 3 * length**2 * 16 * (2 if causal else 4)
+    with FakeTensorMode(), Meter(Ledger(), count_work=True) as meter:
+        query, key, value = (torch.empty(shape, requires_grad=True) for _ in range(3))
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        assert meter.work is not None
+        assert sum(flops * n for (flops, _), n in meter.work.items()) == work
+        meter.work.clear()
+        out.sum().backward()
+        assert sum(flops * n for (flops, _), n in meter.work.items()) == 5 * work // 2

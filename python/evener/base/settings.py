@@ -455,7 +455,7 @@ EVENER_HOSTID = _text(
 
 # --- the door without a line ---
 
-_DOOR = "Evener under any DistributedDataParallel or FSDP2 model"
+_DOOR = "Evener under any DistributedDataParallel or FSDP2 model, or Trainer"
 
 EVENER_WATCH_FLOOR = _real(
     _DOOR,
@@ -554,6 +554,15 @@ EVENER_FSDP_MIRROR = _choice(
     "host",
     ("host", "gpu", "off"),
     "Where EVENER_FSDP keeps its copy of the gathered weights. off: gather as FSDP2 does.",
+)
+EVENER_ZERO = _text(
+    _DOOR,
+    "EVENER_ZERO",
+    "",
+    "Train every transformers Trainer that a program makes, and every trainer of trl's, under "
+    "evener.zero, without a changed line (docs/guide/memory.md). on: by the defaults and the "
+    "training arguments. off, or unset: not.",
+    allowed="on, off, or the path of a configuration (JSON)",
 )
 
 # --- elastic jobs, functions that run as jobs ---

@@ -39,9 +39,10 @@ _LAST_BYTES = 1 << 20
 _TAPER = 4
 # A bucket is at most as large as all before it, from this on: the network has something early.
 _FIRST_BYTES = 25 << 20
-# A thread of Gloo's lets go of a tensor just after it has said that it is done: this often the
-# holders are counted again, with this many seconds between.
-_LOOKS, _BETWEEN = 10, 2e-4
+# A thread of Gloo's lets go of a tensor just after it has said that it is done, but not while it
+# has no processor: this often the holders are counted again, with this many seconds between. A
+# program that keeps gradients in each step waits for the first number alone.
+_LOOKS, _PATIENT, _BETWEEN = 10, 250, 2e-4
 
 
 @dataclass(frozen=True)
@@ -236,13 +237,15 @@ class Buckets:
     def _begins(bucket: Bucket) -> bool:
         return bucket.index == bucket.parts[0] and not bucket.by_rows
 
-    def kept(self) -> list[int]:
+    def kept(self, patient: bool) -> list[int]:
         """Buckets in whose memory others hold tensors too; of each memory the first one.
 
-        Between steps: what is on its way has tensors there itself.
+        Between steps: what is on its way has tensors there itself. `patient`: nobody did in the
+        step before, so that it is most likely Gloo.
         """
         found = [i for i, alone in self._alone.items() if holders.memory(self[i].buffer) > alone]
-        for _ in range(_LOOKS if found and not self[found[0]].buffer.is_cuda else 0):
+        looks = _PATIENT if patient else _LOOKS
+        for _ in range(looks if found and not self[found[0]].buffer.is_cuda else 0):
             time.sleep(_BETWEEN)
             found = [i for i in found if holders.memory(self[i].buffer) > self._alone[i]]
             if not found:

@@ -251,7 +251,7 @@ class Reducer:
 
     def _keep_views(self) -> bool:
         """Leave to others what they hold of gradients that were dropped; whether they hold any."""
-        found = set(self.buckets.kept())
+        found = set(self.buckets.kept(patient=not self.gradients_seen))
         for bucket in self.buckets:
             for slot in bucket.slots:
                 is_gradient = self.parameters[slot.index].grad is self.buckets.views[slot.index]
@@ -519,7 +519,7 @@ class Reducer:
 
     def _keep_views_apart(self) -> None:
         """No gradient lies in a bucket any more; who holds one keeps it as it is."""
-        kept = set(self.buckets.kept())
+        kept = set(self.buckets.kept(patient=False))
         for index, parameter in enumerate(self.parameters):
             views, mine = self.buckets.views, self.buckets.buckets_of[index]
             is_gradient = parameter.grad is views[index]

@@ -4,14 +4,15 @@
 
 enter       how it gets into a process: a line that Python runs at its start waits for torch's DDP
 sharded     FSDP2: a look at each model that `fully_shard` was applied to (EVENER_FSDP)
+memory      transformers' Trainer under the memory engine (EVENER_ZERO)
 data        shares of the data among nodes that come and go (EVENER_HUB_SLOT)
 models      one follower a model: DDP's own steps first, then all ranks agree, then Evener
 optimizers  who steps a model's parameters, as torch's own hooks see it
 agree       the ranks' vote, by the store, with a time limit
 pace        how long steps take, before and after
 
-This door never raises and never hangs. What cannot be accelerated stays plain DDP, on all ranks
-alike, and one line says why. Nothing here is imported where neither variable is set.
+The doors of DDP and FSDP2 never raise and never hang. What cannot be accelerated stays plain, on
+all ranks alike, and one line says why. Nothing here is imported where no variable is set.
 """
 
 __all__ = ["enter"]

@@ -1,15 +1,15 @@
 """How the door gets into a process that imports nothing of Evener's.
 
 `evener.pth`, which the wheel puts beside the package, runs a line at the start of every Python; it
-comes here only where EVENER_DDP or EVENER_FSDP is set. `site/sitecustomize.py` does the same for a
-Python that has Evener on its path without an installation, and is what `evener launch --ddp` and
-`--fsdp` use.
+comes here only where EVENER_DDP, EVENER_FSDP or EVENER_ZERO is set. `site/sitecustomize.py` does
+the same for a Python that has Evener on its path without an installation, and is what `evener
+launch --ddp` and `--fsdp` use.
 
 torch is not imported here: a process that never trains must not wait for it. A finder at the head
 of `sys.meta_path` waits for torch's module of DistributedDataParallel, and leaves when it came;
-others wait for that of `fully_shard`, and for transformers' Trainer, whose checkpoints are to hold
-what compression has not sent. A program that ends without either model has asked in vain: rank 0
-says so, then.
+others wait for that of `fully_shard`, and for transformers' Trainer: it may train under the memory
+engine, and its checkpoints are to hold what compression has not sent. A program that ends without
+what a variable is for has asked in vain: rank 0 says so, then.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from evener.errors import UsageError
 
 VARIABLE = "EVENER_DDP"
 SHARDED = "EVENER_FSDP"
+MEMORY = "EVENER_ZERO"
 SITE = Path(__file__).parent / "site"
 _MODULE = "torch.nn.parallel.distributed"
 _TRAINER = "transformers.trainer"
+_OPTIMIZER = "torch.optim.optimizer"
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"
 _OFF = ("", "off")
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
@@ -38,10 +40,11 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _WITHIN = "_EVENER_DOOR_WITHIN"
 _armed: list[bool] = []
 _met: set[str] = set()  # variables whose kind of model this process has run
+_trained: list[bool] = []  # with EVENER_ZERO: an optimizer made a step
 
 
 def arm() -> None:
-    """Wait for torch's DDP and FSDP2 where a variable asks for it. Once a process; never raises."""
+    """Wait for DDP, FSDP2, Trainer where a variable asks for it. Once a process; never raises."""
     if _armed:
         return
     _armed.append(True)
@@ -53,7 +56,13 @@ def arm() -> None:
             imports.after(data.ACCELERATE, data.divide_accelerate)
     if _asked(SHARDED):
         imports.after(_FULLY_SHARD, _open_sharded)
-    if next((os.environ[name] for name in _RANKS if name in os.environ), "") == "0":
+    if _asked(MEMORY):
+        imports.after(_TRAINER, _open_trainer)
+        imports.after(_OPTIMIZER, _see_a_step)
+    rank = next((os.environ[name] for name in _RANKS if name in os.environ), "")
+    if not rank and _asked(MEMORY):
+        atexit.register(_in_vain, os.getpid())
+    if rank == "0":
         if _WITHIN not in os.environ:
             atexit.register(_in_vain, os.getpid())
         os.environ[_WITHIN] = "1"
@@ -66,7 +75,10 @@ def _in_vain(process: int) -> None:
     for variable, what in (
         (VARIABLE, "the program ran no DistributedDataParallel"),
         (SHARDED, "the program ran no model that fully_shard sharded"),
+        (MEMORY, "the program trained without transformers' Trainer"),
     ):
+        if variable == MEMORY and not _trained:
+            continue  # a launcher, or a tool beside the training
         by_hand = variable == VARIABLE and "evener.ddp.line" in sys.modules
         if _asked(variable) and variable not in _met and not by_hand:
             value = os.environ[variable]
@@ -95,6 +107,26 @@ def _open_sharded(module: Any) -> None:
         return inner(*args, **kwargs)
 
     module.fully_shard = fully_shard
+
+
+def _open_trainer(module: Any) -> None:
+    """Make each Trainer one of the memory engine's. What it has against that, it raises."""
+
+    def made(kind: Any, *_: Any, **__: Any) -> Any:
+        _met.add(MEMORY)
+        from evener.door import memory
+
+        return object.__new__(memory.under(kind))
+
+    module.Trainer.__new__ = staticmethod(made)
+
+
+def _see_a_step(module: Any) -> None:
+    def seen(*_: Any) -> None:
+        _trained.append(True)
+        handle.remove()
+
+    handle = module.register_optimizer_step_post_hook(seen)
 
 
 def _open(module: Any) -> None:

@@ -203,6 +203,10 @@ def run_plan(
             shape, config, ways, batch=size, ranks=ranks, machine=machine, tell=shown.update,
             numbers=hidden if config.rules else lambda _: {},
         )  # fmt: skip
+    if not made.traced:
+        # What a sequence of 64k tokens takes by shapes is as much as twice what it takes.
+        said = [*said, "planned from its shapes, without tiles and the time of attention: "
+                "install transformers to plan long sequences"]  # fmt: skip
     if not record.get("assumed") and made.ssd_bytes:
         lines = [*lines, f"SSD              measured in {made.budget.folder}"]
     if said:

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import evener.embedding.tensorflow  # noqa: F401  (loads the ops, sets tf.dynamic_embedding)
 from evener.embedding import forget, names
-from evener.embedding.tensorflow import _library, _variable
 
 _numbers = itertools.count()
 
@@ -15,6 +13,9 @@ _numbers = itertools.count()
 @pytest.fixture
 def name() -> Iterator[str]:
     """For a table."""
+    # Not above: whoever collects the tests around this folder reads this file too.
+    from evener.embedding.tensorflow import _library, _variable
+
     yield f"table_{next(_numbers)}"
     _variable.named.clear()
     for store in names():

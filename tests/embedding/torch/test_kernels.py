@@ -97,7 +97,8 @@ def run(script: str, *arguments: str, **env: str) -> None:
 @pytest.mark.timeout(180)
 def test_the_kernels_in_the_interpreter_equal_the_references() -> None:
     cases = "CASES, DIMS = [(5, 'f32'), (18, 'bf16'), (18, 'f16')], [5, 130]\n"
-    run(cases + CHECK, "cpu", TRITON_INTERPRET="1")
+    stay = "from tests import interpreted; interpreted.stay()\n"
+    run(cases + stay + CHECK, "cpu", TRITON_INTERPRET="1")
 
 
 @pytest.mark.timeout(180)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from evener.embedding.torch import DynamicOptimizer, kernels
-from tests import worlds
+from tests import interpreted, worlds
 from tests.embedding.torch.test_kernels import run
 from tests.embedding.torch.test_resident import collection, draw, loss_of, rows_of
 
@@ -55,6 +55,7 @@ def _train(fast: bool, rank: int) -> Trained:
 
 def both(rank: int, _size: int) -> None:
     torch.set_num_threads(1)
+    interpreted.stay()
     values, rows = _train(True, rank)
     wanted, right = _train(False, rank)
     assert torch.equal(values[0], wanted[0])

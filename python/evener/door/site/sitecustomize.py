@@ -22,7 +22,7 @@ def _next() -> None:
     spec.loader.exec_module(module)
 
 
-if asked := [name for name in ("EVENER_DDP", "EVENER_FSDP") if os.environ.get(name)]:
+if asked := [name for name in ("EVENER_DDP", "EVENER_FSDP", "EVENER_ZERO") if os.environ.get(name)]:
     try:
         from evener.door.enter import arm
     except ImportError:

@@ -12,7 +12,7 @@ The rest of the script stays: `backward`, `clip_grad_norm_`, `accumulate`, `save
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,16 @@ def accelerate(
     `example` and `batch` as `zero.initialize` has them. Where the configuration says nothing:
     bfloat16 where the Accelerator's mixed precision is bf16, its accumulation steps, and the
     rows of the loader. Raises UsageError for fp16 and for several processes."""
+    return attach(accelerator, config, example, lambda: batch)
+
+
+def attach(
+    accelerator: Any,
+    config: str | Path | Mapping[str, Any] | Config | None,
+    example: Any,
+    batch: Callable[[], Batch | None],
+) -> Any:
+    """`accelerate`, where `batch` is known only when the model is prepared."""
     faces.refuse_ranks("Accelerate")
     precision = str(getattr(accelerator, "mixed_precision", "no"))
     if precision in ("fp16", "fp8"):
@@ -68,7 +78,7 @@ def accelerate(
         if settings.micro_batch is None and rows:
             settings.micro_batch = rows[0]
         model, given = models[0], optimizers[0]
-        engine, front = faces.take_over(model, given, settings, example=example, batch=batch)
+        engine, front = faces.take_over(model, given, settings, example=example, batch=batch())
         held["engine"] = engine
         accelerator.evener = engine
         model.register_forward_pre_hook(_moved(engine), with_kwargs=True)
