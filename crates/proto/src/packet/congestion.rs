@@ -40,17 +40,9 @@
 //! Whoever has more than its part has most of the queue, and sees how short the way is without it.
 //!
 //! # Beside TCP
-//! TCP fills queues, so its delay never falls, whatever a delay-based sender gives up. A path whose
-//! delay has stayed above twice the target (or above [`ALIEN`], where twice the target is more than that)
-//! for two epochs, though its window shrank, *competes*: it
-//! starts again from most of what it had, and from there all paths that compete are one stream of cubic ([`contest`]).
-//! In a queue that is not much longer than the target the two take turns around it, until the connection has nothing.
-//! So where all windows are down by a third ([`GAVE_UP`]) since the queue was last short, it is another's
-//! if it has not become short again. If the delay goes during a drain, the queue was ours, and the contest is over:
-//! Copa switches in this way, and asks whether the queue is ever empty.
-//!
-//! Beside TCP a queue may not be empty for minutes. So while a path competes the shortest way is not forgotten, and
-//! is that of all paths: what each has seen of the queue says nothing of its length.
+//! TCP fills queues, so its delay never falls, whatever a delay-based sender gives up. Paths whose queue seems to be
+//! another's compete with it ([`contest`]). If the delay goes during a drain, the queue was ours, and the contest is
+//! over: Copa switches in this way, and asks whether the queue is ever empty.
 
 mod contest;
 mod target;
@@ -68,31 +60,23 @@ use super::trace::{Decision, Notes, What};
 pub use super::window::Took;
 use super::window::{LEAST, MOST_BACK, Sums, Window};
 use contest::{Curve, KEEPS};
-use target::{LONGEST, SEVERAL};
+use target::SEVERAL;
 
-/// A queue of this many seconds is no queue of ours, however short the own target is: sixteen senders on
-/// 1 Gb/s keep one of a little more than [`LONGEST`], and who has seen a quicker link aims at less.
-const ALIEN: f64 = 1.1 * LONGEST;
 /// Windows at the start hold this many packets together.
 const FIRST: f64 = 32.0;
 /// Share of packets whose loss means that queues are shorter than the target.
 pub const HEAVY: f64 = 0.05;
 /// A path with fewer packets in a round trip is judged by what all paths lose.
 const SPEAKS: f64 = 16.0;
-/// Who has come down to one part in this many of what it had when the queue was last short has given up enough for a
-/// queue of its own to be gone.
-const GAVE_UP: f64 = 1.5;
-/// But not where a way is shorter than one part in this many of the target: drains come often there, and others of our
-/// kind that aim at a longer queue, many senders to one receiver, look the same in between.
-const NEAR: f64 = 2.0;
-/// What a drain leaves behind, a short queue and all windows in full, lasts for this many round trips at most.
-const SETTLES: f64 = 8.0;
 /// What a path keeps of the target when it shrinks: acknowledgements wait on their way too, now more
 /// and now less, and an empty queue is a link that stands still.
 const LEAVE: f64 = 0.6;
+/// Where packets wait for less than this part of the target nobody is disturbed ...
+const FREE: f64 = 0.25;
+/// ... and a window grows by this part of itself in a round trip, also beside TCP: what TCP has left nobody has.
+const QUICK: f64 = 0.125;
 /// Who sees the wait fall to this part of what is usual, and gave up nothing, sees another's drain.
 const FELL: f64 = 0.55;
-const LOOK: Duration = Duration::from_millis(10);
 /// How fast the last waits count where acknowledgements wait: as fast as round trips do.
 const LATELY: f64 = 4.0;
 
@@ -130,8 +114,11 @@ pub struct Congestion {
     /// Some of those in use compete, and how they grow together.
     competes: bool,
     curve: Curve,
-    /// All windows when a path's queue was last short.
+    /// All windows when a path's queue was last short; those of the start until one was.
     once: f64,
+    /// The least that a packet of any path waited in the present epoch and in the one before, and when that began.
+    least: [f64; 2],
+    epoch: Duration,
     /// What it decided, for those who look.
     pub(super) notes: Notes,
 }
@@ -163,7 +150,9 @@ impl Congestion {
             pace: Pace::new(now),
             competes: false,
             curve: Curve::default(),
-            once: 0.0,
+            once: FIRST * packet,
+            least: [f64::MAX; 2],
+            epoch: now,
             notes: Notes::default(),
         }
     }
@@ -282,6 +271,7 @@ impl Congestion {
         }
         let waited = window.waited;
         let competes = window.competes;
+        self.least[0] = self.least[0].min(waited);
         self.apart += ((waited - self.usual).abs() - self.apart) / 64.0;
         self.usual += (waited - self.usual) / 32.0;
         self.lately += (waited - self.lately) / LATELY;
@@ -346,7 +336,11 @@ impl Congestion {
         if window.competes {
             if limited {
                 let around = trip.smoothed().as_secs_f64();
-                window.bytes += self.curve.gains(total / packet, around, now) * bytes as f64;
+                let mut gains = self.curve.gains(total / packet, around, now);
+                if window.waited < target * FREE {
+                    gains = gains.max(QUICK);
+                }
+                window.bytes += gains * bytes as f64;
             }
         } else if window.waited >= target {
             // What was sent before the last time says nothing about it.
@@ -360,8 +354,8 @@ impl Congestion {
         } else if limited {
             window.bytes += if window.starting {
                 bytes as f64
-            } else if window.waited < target / 4.0 {
-                (bytes as f64 / 8.0).max(pace * share)
+            } else if window.waited < target * FREE {
+                (bytes as f64 * QUICK).max(pace * share)
             } else {
                 pace * share
             };
@@ -372,49 +366,6 @@ impl Congestion {
             self.decided(Decision::Shrink, Some(path), now);
         }
         self.look(path, now);
-    }
-
-    /// Whether a path's queue is another connection's.
-    fn look(&mut self, path: u8, now: Duration) {
-        let Some(window) = self.windows.get(usize::from(path)) else {
-            return;
-        };
-        let passed = now.saturating_sub(window.epoch);
-        if passed < LOOK || passed.as_secs_f64() < window.trip * 4.0 {
-            return;
-        }
-        let target = self.target();
-        let mut long = (2.0 * target).min(ALIEN.max(1.2 * target));
-        let rare = self.longest * NEAR > self.alone();
-        let drained = now.saturating_sub(self.drains.last()).as_secs_f64();
-        let Some(window) = self.windows.get_mut(usize::from(path)) else {
-            return;
-        };
-        let short = LEAVE * target;
-        if !window.competes && window.least < short && drained > SETTLES * window.trip {
-            self.once = self.sums.bytes;
-        }
-        if rare && self.sums.bytes * GAVE_UP < self.once {
-            long = long.min(short);
-        }
-        if window.competes || window.least < long || window.least == f64::MAX {
-            window.long = 0;
-            window.saved = window.bytes;
-        } else {
-            window.long += 1;
-        }
-        (window.least, window.epoch) = (f64::MAX, now);
-        if window.long >= 2 {
-            window.competes = true;
-            window.starting = false;
-            // From most of what it had when the queue became long.
-            let before = window.sums();
-            window.bytes = window.bytes.max(window.saved * 0.7);
-            self.sums.replace(before, window.sums());
-            self.competes = true;
-            self.curve.start(self.sums.bytes / self.packet, now);
-            self.decided(Decision::Compete, Some(path), now);
-        }
     }
 
     /// Packets of this path were lost, by order or age.
@@ -519,7 +470,7 @@ impl Congestion {
                     } else {
                         window.bytes = window.saved;
                     }
-                    (window.least, window.epoch) = (f64::MAX, now);
+                    window.begin_epoch(now);
                 }
             }
             self.sum(used);
@@ -532,7 +483,7 @@ impl Congestion {
                 if let Some(window) = self.windows.get_mut(usize::from(*at)) {
                     (window.saved, window.drained) = (window.bytes, true);
                     window.bytes *= self.drains.leaves(window.base, window.waited);
-                    window.least = f64::MAX;
+                    window.begin_epoch(now);
                 }
             }
             self.sum(used);
@@ -558,9 +509,8 @@ impl Congestion {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::packet::drain::EVERY;
 
-    fn took(delay: u32) -> Took {
+    pub(super) fn took(delay: u32) -> Took {
         Took {
             delay,
             marked: false,
@@ -681,121 +631,5 @@ mod tests {
         cc.lost(1, 40, &used, &trip, now);
         assert_eq!(cc.window(0), before);
         assert!(cc.window(1) < before * 0.75);
-    }
-
-    #[test]
-    fn a_queue_that_stays_whatever_is_given_up_is_another_s() {
-        let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
-        let (used, trip) = ([0], trip(1900));
-        let mut now = Duration::from_millis(1);
-        cc.delay(0, took(5000), (&trip, &trip), now);
-        for _ in 0..200 {
-            now += Duration::from_micros(500);
-            ack(&mut cc, 0, 1800, &trip, now);
-        }
-        assert_eq!(cc.competing(&used), 1);
-        let before = cc.total();
-        for _ in 0..100 {
-            ack(&mut cc, 0, 1800, &trip, now);
-        }
-        assert!(cc.total() > before);
-        // The queue goes while it drains: it was ours.
-        now += EVERY * 2;
-        cc.on_time(&used, &trip, now);
-        assert!(cc.total() <= before);
-        ack(&mut cc, 0, 50, &trip, now);
-        cc.on_time(&used, &trip, now + Duration::from_millis(20));
-        assert_eq!(cc.competing(&used), 0);
-    }
-
-    /// A queue around the target, from which the connection only gives up: it is another's once a third is gone. One
-    /// that becomes short in between is its own.
-    #[test]
-    fn a_queue_that_stays_at_the_target_is_another_s_once_enough_is_given_up() {
-        for (shortest, competing) in [(0, 0), (450, 1)] {
-            let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
-            let used = [0];
-            let mut trip = RoundTrip::default();
-            trip.sample(Duration::from_millis(1), Duration::ZERO);
-            trip.sample(Duration::from_millis(2), Duration::ZERO);
-            let mut now = Duration::from_millis(50);
-            // It is short at first, with a window of 32.
-            for _ in 0..60 {
-                now += Duration::from_millis(1);
-                cc.delay(0, took(5000), (&trip, &trip), now);
-                cc.arrived(0, 100_000, (now, false), &trip, now);
-            }
-            let first = cc.sums.bytes;
-            for turn in 0..600 {
-                now += Duration::from_micros(200);
-                let waits = if turn % 8 == 0 { shortest } else { 700 };
-                cc.delay(0, took(5000 + waits), (&trip, &trip), now);
-                cc.arrived(0, 100_000, (now, false), &trip, now);
-            }
-            assert!(cc.sums.bytes < first / GAVE_UP, "{}", cc.sums.bytes);
-            assert_eq!(cc.competing(&used), competing, "{shortest}");
-        }
-    }
-
-    /// Sixteen paths that compete give up and grow as one stream.
-    #[test]
-    fn all_paths_are_one_stream_beside_tcp() {
-        let mut cc = Congestion::new(16, 16, 1400, 1 << 30, Duration::ZERO);
-        let used: Vec<u8> = (0..16).collect();
-        let (trip, mut now) = (trip(1900), Duration::from_secs(1));
-        for window in &mut cc.windows {
-            (window.competes, window.bytes) = (true, 14_000.0);
-        }
-        cc.sum(&used);
-        cc.lost(3, 2, &used, &trip, now);
-        cc.lost(4, 1, &used, &trip, now);
-        let left = 160.0 * KEEPS;
-        assert!((cc.total() / 1400.0 - left).abs() < 0.01);
-        for _ in 0..20 {
-            now += trip.smoothed();
-            let count = (cc.total() / 1400.0) as u64;
-            (0..count).for_each(|at| {
-                cc.arrived((at % 16) as u8, 1400, (now, true), &trip, now);
-            });
-        }
-        // Reno's line is higher than the cube so soon: half a packet per round trip.
-        let gained = cc.total() / 1400.0 - left;
-        assert!((9.0..12.5).contains(&gained), "{gained}");
-    }
-
-    /// Beside TCP no queue is empty: the shortest way is the one from before.
-    #[test]
-    fn the_shortest_way_is_not_forgotten_beside_tcp() {
-        let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
-        let trip = trip(1900);
-        cc.delay(0, took(5000), (&trip, &trip), Duration::ZERO);
-        cc.windows[0].competes = true;
-        cc.sum(&[0]);
-        for second in 1..60 {
-            cc.delay(0, took(6500), (&trip, &trip), Duration::from_secs(second));
-        }
-        assert!((cc.windows[0].waited - 1.5e-3).abs() < 1e-6);
-    }
-
-    /// One of many senders has seen a link to itself, so it aims at a shorter queue than the others.
-    #[test]
-    fn a_queue_that_others_of_our_kind_aim_at_is_not_taken_for_tcp_s() {
-        for (waits, competing) in [(1_050, 0), (1_200, 1)] {
-            let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
-            let (used, trip) = ([0], trip(1900));
-            let mut now = Duration::ZERO;
-            for _ in 0..50 {
-                now += Duration::from_millis(1);
-                cc.delay(0, took(5000), (&trip, &trip), now);
-                cc.arrived(0, 20_000, (now, false), &trip, now);
-            }
-            for _ in 0..60 {
-                now += Duration::from_micros(500);
-                ack(&mut cc, 0, waits, &trip, now);
-            }
-            let target = cc.target() * 1e6;
-            assert!((550.0..900.0).contains(&target), "{target}");
-            assert_eq!(cc.competing(&used), competing, "{waits}");
-        }
     }
 }

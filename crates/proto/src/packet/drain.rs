@@ -20,8 +20,10 @@ use std::time::Duration;
 pub const EVERY: Duration = Duration::from_millis(100);
 /// A drain is followed by this many round trips without.
 const REST: u32 = 200;
-/// Beside TCP they are rarer, by this factor: a drain gives away what TCP takes.
+/// Beside TCP they are rarer, by this factor: a drain gives away what TCP takes. But fewer round trips are without:
+/// there they are as long as the queue, and if that is ours after all only a drain tells.
 const RARER: u32 = 2;
+const REST_BESIDE: u32 = 100;
 /// Nor is another's joined for this many, beside TCP.
 const ALONE: u32 = 20;
 /// What a drain leaves of what needs no queue ...
@@ -122,10 +124,14 @@ impl Drains {
 
     /// It has ended.
     pub fn end(&mut self, competes: bool, trip: Duration, now: Duration) {
-        let times = if competes { RARER } else { 1 };
+        let (times, rest) = if competes {
+            (RARER, REST_BESIDE)
+        } else {
+            (1, REST)
+        };
         self.until = None;
         self.last = now;
-        self.next = now + (EVERY * times).max(trip * REST);
+        self.next = now + (EVERY * times).max(trip * rest);
     }
 }
 
@@ -189,5 +195,10 @@ mod tests {
         assert_eq!(drains.due(), ended + EVERY * 2);
         drains.noticed(true, TRIP, ended + MILLI * 40);
         assert_eq!(drains.due(), ended + MILLI * 40);
+        // The queue of a contest makes round trips long: they are less than without one.
+        for (competes, trips) in [(true, 100), (false, 200)] {
+            drains.end(competes, MILLI * 20, ended);
+            assert_eq!(drains.due(), ended + MILLI * 20 * trips);
+        }
     }
 }

@@ -94,6 +94,8 @@ pub struct Window {
     /// The least wait of the present epoch, when that began, and epochs in a row above the bound.
     pub least: f64,
     pub epoch: Duration,
+    /// Packets that were heard of in it.
+    pub said: u32,
     pub long: u32,
     pub competes: bool,
     /// No packet of it has seen the end of a drain, so what it knows of its length may be a queue.
@@ -126,6 +128,7 @@ impl Window {
             starting: true,
             least: f64::MAX,
             epoch: Duration::ZERO,
+            said: 0,
             long: 0,
             competes: false,
             judged: true,
@@ -228,7 +231,13 @@ impl Window {
         let around = trip.latest().max(trip.smoothed()).saturating_sub(least);
         self.waited = one_way.min(around.as_secs_f64() + TARGET.as_secs_f64() / 2.0);
         self.least = self.least.min(self.waited);
+        self.said = self.said.saturating_add(1);
         own
+    }
+
+    /// Waits from here on are of another epoch.
+    pub fn begin_epoch(&mut self, now: Duration) {
+        (self.least, self.said, self.epoch) = (f64::MAX, 0, now);
     }
 }
 
