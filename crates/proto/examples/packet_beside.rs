@@ -1,6 +1,7 @@
 //! The packet protocol beside streams of cubic on one link, in virtual time: `cargo run --release -p evener-proto
 //! --example packet_beside [FILE.json]`. docs/benchmarks/network-packets-shared.md has the table. `RATES=0.1,1` (Gb/s),
-//! `TRIPS=0.05,1,20` (ms), `QUEUES=0.25,1,4` (of what the way holds), `COUNTS=1,4` and `FIRST=cubic,this` take fewer cells.
+//! `TRIPS=0.05,1,20` (ms), `QUEUES=0.25,1,4` (of what the way holds), `COUNTS=1,4` and `FIRST=cubic,this` take fewer cells;
+//! `INSTEAD=cubic` has a stream of cubic in the connection's place: what cubic has beside itself.
 
 #![allow(
     clippy::unwrap_used,
@@ -30,6 +31,7 @@ fn numbers(name: &str, all: &str) -> Vec<f64> {
 }
 
 fn main() {
+    let control = std::env::var("INSTEAD").is_ok_and(|name| name == "cubic");
     let mut rows = Vec::new();
     println!("Gb/s  trip ms  queue  cubics  first     part x all   least cubic x all   link");
     for rate in numbers("RATES", "0.1,1,10,25") {
@@ -43,6 +45,7 @@ fn main() {
                             queue,
                             count: count as usize,
                             cubic_first: first == "cubic",
+                            control,
                         };
                         let time = cell.time();
                         let began = Instant::now();

@@ -40,13 +40,11 @@
 //! Whoever has more than its part has most of the queue, and sees how short the way is without it.
 //!
 //! # Beside TCP
-//! TCP fills queues, so its delay never falls, whatever a delay-based sender gives up. A path whose
-//! delay has stayed above twice the target (or above [`ALIEN`], where twice the target is more than that)
-//! for two epochs, though its window shrank, *competes*: it
-//! starts again from most of what it had, grows as Reno does and gives up three tenths per loss, as
-//! cubic does. If the delay goes during a drain, the queue was ours, and the contest is over (Copa asks
-//! in the same way whether the queue is ever empty).
+//! TCP fills queues, so its delay never falls, whatever a delay-based sender gives up. Paths whose queue seems to be
+//! another's compete with it ([`contest`]). If the delay goes during a drain, the queue was ours, and the contest is
+//! over: Copa switches in this way, and asks whether the queue is ever empty.
 
+mod contest;
 mod target;
 
 use std::time::Duration;
@@ -61,25 +59,24 @@ use super::shortest::Shortest;
 use super::trace::{Decision, Notes, What};
 pub use super::window::Took;
 use super::window::{LEAST, MOST_BACK, Sums, Window};
-use target::{LONGEST, SEVERAL};
+use contest::{Curve, KEEPS};
+use target::SEVERAL;
 
-/// A queue of this many seconds is no queue of ours, however short the own target is: sixteen senders on
-/// 1 Gb/s keep one of a little more than [`LONGEST`], and who has seen a quicker link aims at less.
-const ALIEN: f64 = 1.1 * LONGEST;
 /// Windows at the start hold this many packets together.
 const FIRST: f64 = 32.0;
 /// Share of packets whose loss means that queues are shorter than the target.
 pub const HEAVY: f64 = 0.05;
 /// A path with fewer packets in a round trip is judged by what all paths lose.
 const SPEAKS: f64 = 16.0;
-/// Growth beside TCP: packets per round trip for a window of one packet; with its square root for others.
-const CONTEST: f64 = 0.1;
 /// What a path keeps of the target when it shrinks: acknowledgements wait on their way too, now more
 /// and now less, and an empty queue is a link that stands still.
 const LEAVE: f64 = 0.6;
+/// Where packets wait for less than this part of the target nobody is disturbed ...
+const FREE: f64 = 0.25;
+/// ... and a window grows by this part of itself in a round trip, also beside TCP: what TCP has left nobody has.
+const QUICK: f64 = 0.125;
 /// Who sees the wait fall to this part of what is usual, and gave up nothing, sees another's drain.
 const FELL: f64 = 0.55;
-const LOOK: Duration = Duration::from_millis(10);
 /// How fast the last waits count where acknowledgements wait: as fast as round trips do.
 const LATELY: f64 = 4.0;
 
@@ -114,6 +111,14 @@ pub struct Congestion {
     shrunk: Duration,
     delivery: Delivery,
     pace: Pace,
+    /// Some of those in use compete, and how they grow together.
+    competes: bool,
+    curve: Curve,
+    /// All windows when a path's queue was last short; those of the start until one was.
+    once: f64,
+    /// The least that a packet of any path waited in the present epoch and in the one before, and when that began.
+    least: [f64; 2],
+    epoch: Duration,
     /// What it decided, for those who look.
     pub(super) notes: Notes,
 }
@@ -143,6 +148,11 @@ impl Congestion {
             shrunk: now,
             delivery: Delivery::new(now),
             pace: Pace::new(now),
+            competes: false,
+            curve: Curve::default(),
+            once: FIRST * packet,
+            least: [f64::MAX; 2],
+            epoch: now,
             notes: Notes::default(),
         }
     }
@@ -212,6 +222,7 @@ impl Congestion {
         self.sums = windows().map(Window::sums).sum();
         self.longest = windows().map(|window| window.base).fold(0.0, f64::max);
         self.starting = windows().any(|window| window.starting);
+        self.competes = windows().any(|window| window.competes);
     }
 
     fn decided(&mut self, decision: Decision, path: Option<u8>, now: Duration) {
@@ -236,6 +247,9 @@ impl Congestion {
         now: Duration,
     ) {
         let Took { delay, marked, .. } = took;
+        if self.competes {
+            self.shortest.hold(now);
+        }
         self.shortest.add(delay, now);
         let all = self.shortest.get().unwrap_or(delay);
         let target = self.target();
@@ -257,6 +271,7 @@ impl Congestion {
         }
         let waited = window.waited;
         let competes = window.competes;
+        self.least[0] = self.least[0].min(waited);
         self.apart += ((waited - self.usual).abs() - self.apart) / 64.0;
         self.usual += (waited - self.usual) / 32.0;
         self.lately += (waited - self.lately) / LATELY;
@@ -287,7 +302,7 @@ impl Congestion {
         // Another drains: if all do, all see how short the way is.
         let quiet = now.saturating_sub(self.shrunk) > trip.smoothed() * 2;
         if quiet && self.usual > target / 3.0 && waited < self.usual * FELL {
-            self.drains.noticed(competes, now);
+            self.drains.noticed(competes, trip.smoothed(), now);
         }
     }
 
@@ -320,7 +335,12 @@ impl Congestion {
         }
         if window.competes {
             if limited {
-                window.bytes += ((total / packet).sqrt() * CONTEST).max(1.0) * packet * share;
+                let around = trip.smoothed().as_secs_f64();
+                let mut gains = self.curve.gains(total / packet, around, now);
+                if window.waited < target * FREE {
+                    gains = gains.max(QUICK);
+                }
+                window.bytes += gains * bytes as f64;
             }
         } else if window.waited >= target {
             // What was sent before the last time says nothing about it.
@@ -334,8 +354,8 @@ impl Congestion {
         } else if limited {
             window.bytes += if window.starting {
                 bytes as f64
-            } else if window.waited < target / 4.0 {
-                (bytes as f64 / 8.0).max(pace * share)
+            } else if window.waited < target * FREE {
+                (bytes as f64 * QUICK).max(pace * share)
             } else {
                 pace * share
             };
@@ -348,38 +368,6 @@ impl Congestion {
         self.look(path, now);
     }
 
-    /// Whether a path's queue is another connection's.
-    fn look(&mut self, path: u8, now: Duration) {
-        let Some(window) = self.windows.get(usize::from(path)) else {
-            return;
-        };
-        let passed = now.saturating_sub(window.epoch);
-        if passed < LOOK || passed.as_secs_f64() < window.trip * 4.0 {
-            return;
-        }
-        let target = self.target();
-        let long = (2.0 * target).min(ALIEN.max(1.2 * target));
-        let Some(window) = self.windows.get_mut(usize::from(path)) else {
-            return;
-        };
-        if window.competes || window.least < long || window.least == f64::MAX {
-            window.long = 0;
-            window.saved = window.bytes;
-        } else {
-            window.long += 1;
-        }
-        (window.least, window.epoch) = (f64::MAX, now);
-        if window.long >= 2 {
-            window.competes = true;
-            window.starting = false;
-            // From most of what it had when the queue became long.
-            let before = window.sums();
-            window.bytes = window.bytes.max(window.saved * 0.7);
-            self.sums.replace(before, window.sums());
-            self.decided(Decision::Compete, Some(path), now);
-        }
-    }
-
     /// Packets of this path were lost, by order or age.
     pub fn lost(&mut self, path: u8, packets: u32, used: &[u8], trip: &RoundTrip, now: Duration) {
         self.lost += packets;
@@ -387,7 +375,6 @@ impl Congestion {
             window.lost += packets;
         }
         let seen = self.arrived + self.lost;
-        let target = self.target();
         let heavy = seen >= 64 && f64::from(self.lost) > HEAVY * f64::from(seen);
         if now.saturating_sub(self.round) > trip.smoothed() && seen >= 64 {
             let all = f64::from(self.lost) / f64::from(seen);
@@ -412,18 +399,21 @@ impl Congestion {
         let contest = self
             .windows
             .get(usize::from(path))
-            .is_some_and(|window| window.competes && window.waited > target);
+            .is_some_and(|window| window.competes);
         // One loss event is one for the connection: it gives up as one flow does.
-        if contest && !self.drains.on() && now.saturating_sub(self.yielded) > trip.smoothed() * 2 {
-            self.yielded = now;
+        if contest && !self.drains.on() && now.saturating_sub(self.yielded) > trip.smoothed() {
+            // A queue that is shorter now is no drain of others.
+            (self.yielded, self.shrunk) = (now, now);
+            let before = self.sums.bytes / self.packet;
             for at in used {
                 if let Some(window) = self.windows.get_mut(usize::from(*at))
                     && window.competes
                 {
-                    window.bytes *= 0.7;
+                    window.bytes *= KEEPS;
                 }
             }
             self.sum(used);
+            self.curve.lost(before, self.sums.bytes / self.packet, now);
             self.decided(Decision::Yield, Some(path), now);
         }
         self.sum(used);
@@ -480,7 +470,7 @@ impl Congestion {
                     } else {
                         window.bytes = window.saved;
                     }
-                    (window.least, window.epoch) = (f64::MAX, now);
+                    window.begin_epoch(now);
                 }
             }
             self.sum(used);
@@ -493,7 +483,7 @@ impl Congestion {
                 if let Some(window) = self.windows.get_mut(usize::from(*at)) {
                     (window.saved, window.drained) = (window.bytes, true);
                     window.bytes *= self.drains.leaves(window.base, window.waited);
-                    window.least = f64::MAX;
+                    window.begin_epoch(now);
                 }
             }
             self.sum(used);
@@ -519,9 +509,8 @@ impl Congestion {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::packet::drain::EVERY;
 
-    fn took(delay: u32) -> Took {
+    pub(super) fn took(delay: u32) -> Took {
         Took {
             delay,
             marked: false,
@@ -642,52 +631,5 @@ mod tests {
         cc.lost(1, 40, &used, &trip, now);
         assert_eq!(cc.window(0), before);
         assert!(cc.window(1) < before * 0.75);
-    }
-
-    #[test]
-    fn a_queue_that_stays_whatever_is_given_up_is_another_s() {
-        let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
-        let (used, trip) = ([0], trip(1900));
-        let mut now = Duration::from_millis(1);
-        cc.delay(0, took(5000), (&trip, &trip), now);
-        for _ in 0..200 {
-            now += Duration::from_micros(500);
-            ack(&mut cc, 0, 1800, &trip, now);
-        }
-        assert_eq!(cc.competing(&used), 1);
-        let before = cc.total();
-        for _ in 0..100 {
-            ack(&mut cc, 0, 1800, &trip, now);
-        }
-        assert!(cc.total() > before);
-        // The queue goes while it drains: it was ours.
-        now += EVERY * 2;
-        cc.on_time(&used, &trip, now);
-        assert!(cc.total() <= before);
-        ack(&mut cc, 0, 50, &trip, now);
-        cc.on_time(&used, &trip, now + Duration::from_millis(20));
-        assert_eq!(cc.competing(&used), 0);
-    }
-
-    /// One of many senders has seen a link to itself, so it aims at a shorter queue than the others.
-    #[test]
-    fn a_queue_that_others_of_our_kind_aim_at_is_not_taken_for_tcp_s() {
-        for (waits, competing) in [(1_050, 0), (1_200, 1)] {
-            let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
-            let (used, trip) = ([0], trip(1900));
-            let mut now = Duration::ZERO;
-            for _ in 0..50 {
-                now += Duration::from_millis(1);
-                cc.delay(0, took(5000), (&trip, &trip), now);
-                cc.arrived(0, 20_000, (now, false), &trip, now);
-            }
-            for _ in 0..60 {
-                now += Duration::from_micros(500);
-                ack(&mut cc, 0, waits, &trip, now);
-            }
-            let target = cc.target() * 1e6;
-            assert!((550.0..900.0).contains(&target), "{target}");
-            assert_eq!(cc.competing(&used), competing, "{waits}");
-        }
     }
 }

@@ -20,8 +20,12 @@ use std::time::Duration;
 pub const EVERY: Duration = Duration::from_millis(100);
 /// A drain is followed by this many round trips without.
 const REST: u32 = 200;
-/// Beside TCP they are rarer, by this factor: a drain gives away what TCP takes.
+/// Beside TCP they are rarer, by this factor: a drain gives away what TCP takes. But fewer round trips are without:
+/// there they are as long as the queue, and if that is ours after all only a drain tells.
 const RARER: u32 = 2;
+const REST_BESIDE: u32 = 100;
+/// Nor is another's joined for this many, beside TCP.
+const ALONE: u32 = 20;
 /// What a drain leaves of what needs no queue ...
 const TO: f64 = 0.8;
 /// ... and of all, if it is deep: one of this many.
@@ -55,6 +59,11 @@ impl Drains {
         }
     }
 
+    /// When the last one ended.
+    pub fn last(&self) -> Duration {
+        self.last
+    }
+
     /// Whether one goes on.
     pub fn on(&self) -> bool {
         self.until.is_some()
@@ -82,9 +91,9 @@ impl Drains {
     }
 
     /// Another connection drains.
-    pub fn noticed(&mut self, competes: bool, now: Duration) {
+    pub fn noticed(&mut self, competes: bool, trip: Duration, now: Duration) {
         let recent = if competes {
-            now < self.last + EVERY / 4
+            now < self.last + (EVERY / 4).max(trip * ALONE)
         } else {
             now + EVERY / 4 * 3 < self.next
         };
@@ -115,10 +124,14 @@ impl Drains {
 
     /// It has ended.
     pub fn end(&mut self, competes: bool, trip: Duration, now: Duration) {
-        let times = if competes { RARER } else { 1 };
+        let (times, rest) = if competes {
+            (RARER, REST_BESIDE)
+        } else {
+            (1, REST)
+        };
         self.until = None;
         self.last = now;
-        self.next = now + (EVERY * times).max(trip * REST);
+        self.next = now + (EVERY * times).max(trip * rest);
     }
 }
 
@@ -162,9 +175,9 @@ mod tests {
         let mut drains = Drains::new(MILLI);
         one(&mut drains, false);
         let (ended, next) = (drains.last, drains.due());
-        drains.noticed(false, ended + MILLI * 10);
+        drains.noticed(false, TRIP, ended + MILLI * 10);
         assert_eq!(drains.due(), next);
-        drains.noticed(false, ended + MILLI * 40);
+        drains.noticed(false, TRIP, ended + MILLI * 40);
         assert_eq!(drains.due(), ended + MILLI * 40);
     }
 
@@ -176,11 +189,16 @@ mod tests {
         one(&mut drains, true);
         let ended = drains.last;
         assert_eq!(drains.due(), ended + EVERY * 2);
-        drains.noticed(true, ended + MILLI * 10);
+        drains.noticed(true, TRIP, ended + MILLI * 10);
         assert_eq!(drains.due(), ended + EVERY * 2);
-        drains.noticed(false, ended + MILLI * 40);
+        drains.noticed(false, TRIP, ended + MILLI * 40);
         assert_eq!(drains.due(), ended + EVERY * 2);
-        drains.noticed(true, ended + MILLI * 40);
+        drains.noticed(true, TRIP, ended + MILLI * 40);
         assert_eq!(drains.due(), ended + MILLI * 40);
+        // The queue of a contest makes round trips long: they are less than without one.
+        for (competes, trips) in [(true, 100), (false, 200)] {
+            drains.end(competes, MILLI * 20, ended);
+            assert_eq!(drains.due(), ended + MILLI * 20 * trips);
+        }
     }
 }

@@ -94,6 +94,8 @@ pub struct Window {
     /// The least wait of the present epoch, when that began, and epochs in a row above the bound.
     pub least: f64,
     pub epoch: Duration,
+    /// Packets that were heard of in it.
+    pub said: u32,
     pub long: u32,
     pub competes: bool,
     /// No packet of it has seen the end of a drain, so what it knows of its length may be a queue.
@@ -126,6 +128,7 @@ impl Window {
             starting: true,
             least: f64::MAX,
             epoch: Duration::ZERO,
+            said: 0,
             long: 0,
             competes: false,
             judged: true,
@@ -199,12 +202,18 @@ impl Window {
             self.shortest.add(all, now);
         }
         let delay = took.delay;
+        if self.competes {
+            self.shortest.hold(now);
+            self.alone.hold(now);
+        }
         self.shortest.add(delay, now);
         self.alone.add(delay, now);
         let longer = |shortest: Option<u32>| shortest.unwrap_or(delay).wrapping_sub(all);
         self.far = f64::from(longer(self.alone.get())) * 1e-6 >= alike;
         let (more, own) = if self.far && !self.judged {
             (longer(self.alone.get()), own)
+        } else if self.competes {
+            (0, trip)
         } else {
             (longer(self.shortest.get()), trip)
         };
@@ -222,7 +231,13 @@ impl Window {
         let around = trip.latest().max(trip.smoothed()).saturating_sub(least);
         self.waited = one_way.min(around.as_secs_f64() + TARGET.as_secs_f64() / 2.0);
         self.least = self.least.min(self.waited);
+        self.said = self.said.saturating_add(1);
         own
+    }
+
+    /// Waits from here on are of another epoch.
+    pub fn begin_epoch(&mut self, now: Duration) {
+        (self.least, self.said, self.epoch) = (f64::MAX, 0, now);
     }
 }
 

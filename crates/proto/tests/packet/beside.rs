@@ -24,6 +24,8 @@ pub struct Beside {
     pub count: usize,
     /// They have filled the queue when the connection begins.
     pub cubic_first: bool,
+    /// A stream of cubic is in the connection's place: what cubic has beside itself.
+    pub control: bool,
 }
 
 impl Beside {
@@ -65,18 +67,31 @@ pub fn beside(
         flow
     };
     let start = warm / 2;
-    if !cell.cubic_first {
-        flows(&mut net, 0, 1, flow());
-        net.run_until(start);
-    }
-    let mut ends = vec![1];
-    for at in 0..cell.count {
-        let sender = 2 + 2 * at;
+    let stream = |net: &mut Net, sender: usize| {
         net.add(Box::new(cubic::Sender::new(sender + 1, Rc::from([0]))));
         net.add(Box::new(cubic::Receiver::new(sender, Rc::from([1]))));
-        ends.push(sender + 1);
+    };
+    let mut ends = vec![1];
+    let mut sender = 2;
+    if !cell.cubic_first {
+        if cell.control {
+            stream(&mut net, sender);
+            (ends[0], sender) = (sender + 1, sender + 2);
+        } else {
+            flows(&mut net, 0, 1, flow());
+        }
+        net.run_until(start);
     }
-    if cell.cubic_first {
+    for _ in 0..cell.count {
+        stream(&mut net, sender);
+        ends.push(sender + 1);
+        sender += 2;
+    }
+    if cell.cubic_first && cell.control {
+        net.run_until(start);
+        stream(&mut net, sender);
+        ends[0] = sender + 1;
+    } else if cell.cubic_first {
         net.run_until(start);
         flows(&mut net, 0, 1, flow());
         net.end::<Host>(0).again();
@@ -87,7 +102,12 @@ pub fn beside(
     let rates = measure(&mut net, &ends, warm, time);
     let datagram = (FULL - BELOW) as usize;
     // In bytes of packets: those of TCP hold a little more.
-    let own = rates[0] / limit(datagram);
+    let payload = if cell.control {
+        cubic::LIMIT
+    } else {
+        limit(datagram)
+    };
+    let own = rates[0] / payload;
     let theirs: Vec<f64> = rates[1..].iter().map(|rate| rate / cubic::LIMIT).collect();
     let sum = own + theirs.iter().sum::<f64>();
     let least = theirs.iter().copied().fold(f64::MAX, f64::min);

@@ -9,6 +9,7 @@
 )]
 
 mod attacks;
+mod beside;
 mod cubic;
 mod dark;
 mod endings;
@@ -24,6 +25,7 @@ use evener_proto::packet::trace::{Cause, Note, What};
 use evener_proto::packet::{Config, Event, Over};
 use proptest::prelude::*;
 
+use beside::Beside;
 use host::{Flow, Host};
 use model::{Link, Net};
 use scenario::{MILLI, flows, pair};
@@ -387,6 +389,28 @@ fn two_jobs_find_the_same_way() {
     let parts = starts.map(|later| scenario::two_jobs(1e8, &config, 5, MILLI * later).0);
     let apart: f64 = parts.iter().map(|part| (part - 0.5).abs() / 6.0).sum();
     assert!(apart < 0.06, "{parts:?}");
+}
+
+/// Cubic keeps queues of five milliseconds around the target here, and one of ten times that never empty.
+#[test]
+fn beside_cubic_it_has_its_part() {
+    for (queue, count, cubic_first) in [(0.25, 4, true), (0.25, 4, false), (1.0, 1, true)] {
+        let cell = Beside {
+            bits: 1e8,
+            round_trip: MILLI * 20,
+            queue,
+            count,
+            cubic_first,
+            control: false,
+        };
+        let (part, least, link) = beside::beside(&cell, Config::default(), 6, cell.time());
+        let all = (count + 1) as f64;
+        assert!((0.5..2.0).contains(&(part * all)), "{cell:?}: {part}");
+        assert!(
+            least * all >= 0.5 && link >= 0.92,
+            "{cell:?}: {least}, {link}"
+        );
+    }
 }
 
 /// One of two ways back is dead, and all ways there are sound: acknowledgements leave it. As long as they do
