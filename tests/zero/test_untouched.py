@@ -252,3 +252,41 @@ def test_a_penalty_outside_of_forward(resident: set[str]) -> None:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(value, plain.state_dict()[name])
     engine.close()
+
+
+class Watched(nn.Module):
+    """Hooks its blocks in its first forward pass, as transformers does to collect hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        seen: list[torch.Tensor] = []
+        self._seen = [seen]
+        if not getattr(self, "hooked", False):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _, __, out: self._seen[0].append(out))
+            self.hooked = True
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x, list(seen)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_hooks_of_a_first_pass_are_put_on_once(tiles: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, WIDTH)
+    engine, *_ = zero.initialize(
+        model=Watched(),
+        config={"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+                "evener": {"device": "simulated", "tiles": tiles,
+                           "budget": {"gpu": "1GB", "host": "1GB"}}},
+        example=(x,), machine=MACHINE,
+    )  # fmt: skip
+    for _ in range(2):
+        out, seen = engine(x)
+        assert len(seen) == 3
+        engine.backward(out.square().mean())
+        engine.step()
+    engine.close()

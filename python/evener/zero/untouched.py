@@ -6,6 +6,9 @@ tensor into a cache, count a call, or draw by chance. None of that may stay for 
 follows: a counter would be ahead, a cache would hold no values, and a seeded job would draw other
 numbers than without the engine.
 
+Hooks are put on by a pass, too: transformers has some that collect hidden states, and an attribute
+that says that they are there. Without the one, the other would be put on twice.
+
 A forward pass may also keep tensors of its graph as attributes (an auxiliary loss). `kept_graphs`
 finds them: for the caller they are outputs.
 """
@@ -50,16 +53,19 @@ def random_kept() -> Iterator[None]:
 
 class Attributes:
     """Attributes of modules as they are now, with what lists, dicts, sets and plain
-    objects among them hold. `values`: of tensors that a pass may write in place, too; what is a
-    buffer or in a graph is not looked at."""
+    objects among them hold, and which hooks they have. `values`: of tensors that a pass may write
+    in place, too; what is a buffer or in a graph is not looked at."""
 
     def __init__(self, modules: Iterable[nn.Module], values: bool = False) -> None:
         self._held: list[tuple[Any, Any]] = []
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._hooks: list[tuple[dict[int, Any], tuple[int, ...]]] = []
         seen: set[int] = set()
         for module in modules:
             attributes = vars(module)
             self._held.append((attributes, attributes.copy()))
+            for registry in (module._forward_hooks, module._forward_pre_hooks):
+                self._hooks.append((registry, tuple(registry)))
             for name, value in attributes.items():
                 if type(value) in _SCALARS or name in _MODULES:
                     continue
@@ -89,7 +95,10 @@ class Attributes:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """As they were."""
+        """As they were. Hooks that were put on since then are taken off."""
+        for registry, were in self._hooks:
+            for key in [key for key in registry if key not in were]:
+                del registry[key]
         for held, was in self._held:
             if isinstance(held, list):
                 held[:] = was
