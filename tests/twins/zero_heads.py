@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from evener import zero
-from evener.zero import apart, heads, sequence
+from evener.zero import apart, heads
 from tests.twins.harness import Twin
-from tests.twins.zero import CLOSE, DEVICE, MACHINE, PLACE
+from tests.twins.zero import PLACE
+from tests.twins.zero_tiles import begun, same_steps
 
 EACH = 4
 """Width of a head."""
@@ -198,50 +198,11 @@ def check(program: dict[str, Any]) -> None:
                 getattr(first, name, nn.Identity()).requires_grad_(False)
         elif program["frozen"] == "behind":
             first.out.requires_grad_(False)
-    with mock.patch.object(sequence, "ROWS", program["rows"]):
-        engine, *_ = zero.initialize(
-            model=model,
-            optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1),
-            config={
-                "zero_optimization": {"stage3_param_persistence_threshold": 0},
-                "evener": {
-                    "device": DEVICE or "cpu",
-                    "checkpointing": program["recompute"],
-                    "tiles": True,
-                },
-            },
-            resident={f"blocks.{n}/0" for n in range(program["resident"])},
-            machine=MACHINE,
-        )
+    engine = begun(model, program)
     long = mock.patch.object(heads, "LONG", 1 if program["long"] else heads.LONG)
     long.start()
     try:
-        optimizer = torch.optim.SGD(plain.parameters(), 0.1)
-        for batch, length in program["steps"]:
-            x = torch.randn(batch, length, HEADS[program["heads"]][0] * EACH, device=PLACE)
-            losses = []
-            for net in (engine, plain):
-                torch.manual_seed(program["seed"])
-                given = x.clone().requires_grad_(program["inputs"])
-                out = net(given)
-                loss = out.square().mean()
-                losses.append((out.detach(), loss.detach()))
-                if net is engine:
-                    engine.backward(loss)
-                    engine.step()
-                else:
-                    loss.backward()
-                if program["inputs"]:
-                    losses[-1] = (*losses[-1], given.grad)
-            torch.testing.assert_close(*losses, **CLOSE)
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                engine.eval(), plain.eval()
-                torch.testing.assert_close(engine(x), plain(x), **CLOSE)
-                engine.train(), plain.train()
-        mine = {name: value.to(PLACE) for name, value in model.state_dict().items()}
-        torch.testing.assert_close(mine, plain.state_dict(), **CLOSE)
+        same_steps(engine, model, plain, program, HEADS[program["heads"]][0] * EACH)
         forwards = (original for _, original, _ in engine._passes._wrapped)
         parts = [f.part for f in forwards if isinstance(getattr(f, "part", None), heads.Block)]
         parted = any(length > parts[0].rows for _, length in program["steps"])

@@ -115,16 +115,9 @@ class Net(nn.Module):
         return out
 
 
-def check(program: dict[str, Any]) -> None:
-    """Train it whole and in tiles."""
-    torch.manual_seed(program["seed"])
-    model = Net(program)
-    plain = copy.deepcopy(model).to(PLACE)
-    for net in (model, plain):
-        net.blocks[0].part.requires_grad_(not program["frozen"])
-    rows = mock.patch.object(sequence, "ROWS", program["rows"])
-    wanted = set(program["part"]) <= set(APART)
-    with rows:
+def begun(model: nn.Module, program: dict[str, Any]) -> zero.Engine:
+    """The engine of a program, with tiles of its rows."""
+    with mock.patch.object(sequence, "ROWS", program["rows"]):
         engine, *_ = zero.initialize(
             model=model,
             optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1),
@@ -139,32 +132,54 @@ def check(program: dict[str, Any]) -> None:
             resident={f"blocks.{n}/0" for n in range(program["resident"])},
             machine=MACHINE,
         )
+    return engine
+
+
+def same_steps(
+    engine: zero.Engine, model: nn.Module, plain: nn.Module, program: dict[str, Any], width: int
+) -> None:
+    """Train both by the program's steps: results, gradients of inputs and weights are the same."""
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for batch, length in program["steps"]:
+        x = torch.randn(batch, length, width, device=PLACE)
+        losses = []
+        for net in (engine, plain):
+            torch.manual_seed(program["seed"])
+            given = x.clone().requires_grad_(program["inputs"])
+            out = net(given)
+            loss = out.square().mean()
+            losses.append((out.detach(), loss.detach()))
+            if net is engine:
+                engine.backward(loss)
+                engine.step()
+            else:
+                loss.backward()
+            if program["inputs"]:
+                losses[-1] = (*losses[-1], given.grad)
+        torch.testing.assert_close(*losses, **CLOSE)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            engine.eval(), plain.eval()
+            torch.testing.assert_close(engine(x), plain(x), **CLOSE)
+            engine.train(), plain.train()
+    mine = {name: value.to(PLACE) for name, value in model.state_dict().items()}
+    torch.testing.assert_close(mine, plain.state_dict(), **CLOSE)
+
+
+def check(program: dict[str, Any]) -> None:
+    """Train it whole and in tiles."""
+    torch.manual_seed(program["seed"])
+    model = Net(program)
+    plain = copy.deepcopy(model).to(PLACE)
+    for net in (model, plain):
+        net.blocks[0].part.requires_grad_(not program["frozen"])
+    wanted = set(program["part"]) <= set(APART)
+    engine = begun(model, program)
     try:
         tiled = [hasattr(block.part.forward, "part") for block in model.blocks]
         assert all(tiled) or not wanted, f"{program['part']} runs whole"
-        optimizer = torch.optim.SGD(plain.parameters(), 0.1)
-        for batch, length in program["steps"]:
-            x = torch.randn(batch, length, WIDTH, device=PLACE)
-            losses = []
-            for net in (engine, plain):
-                given = x.clone().requires_grad_(program["inputs"])
-                out = net(given)
-                loss = out.square().mean()
-                losses.append((out.detach(), loss.detach()))
-                if net is engine:
-                    engine.backward(loss)
-                    engine.step()
-                else:
-                    loss.backward()
-                if program["inputs"]:
-                    losses[-1] = (*losses[-1], given.grad)
-            torch.testing.assert_close(*losses, **CLOSE)
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                torch.testing.assert_close(engine(x), plain(x), **CLOSE)
-        mine = {name: value.to(PLACE) for name, value in model.state_dict().items()}
-        torch.testing.assert_close(mine, plain.state_dict(), **CLOSE)
+        same_steps(engine, model, plain, program, WIDTH)
     finally:
         engine.close()
 

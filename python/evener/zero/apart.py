@@ -55,7 +55,7 @@ class How:
     """A call of attention beside its tensors. `mask`: which of the block's arguments it is."""
 
     heads: tuple[int, int]
-    """Of queries, and of keys and values."""
+    """How many heads queries have, and how many keys and values have."""
     mask: int | None
     causal: bool
     scale: float | None

@@ -121,15 +121,13 @@ class Sums:
         return self._sums
 
 
-class Block:
+class Block(tokenwise.StandIn):
     """A block that runs in parts where it can. rows: tokens of a tile, of all rows of a batch;
     `spans`: the tiles of a sequence, `sequence.spans`."""
 
     def __init__(self, module: nn.Module, rows: int, spans: Spans) -> None:
-        self.module, self.rows, self._spans = module, rows, spans
-        self._instance = "forward" in vars(module)
-        self._before = module.forward
-        self.inner: Callable[..., Any] = module.forward
+        super().__init__(module)
+        self.rows, self._spans = rows, spans
         self.known: dict[Any, How | None] = {}
         """By what a call looks like; None: the block runs whole."""
 
@@ -137,27 +135,13 @@ class Block:
         """The same of a copy of the block."""
         return Block(module, self.rows, self._spans)
 
-    def begin(self) -> None:
-        """Stand in for the block's forward."""
-        inner = self.inner
-
-        @functools.wraps(inner)
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            call = self._able(args, kwargs)
-            how = None if call is None else self._how(call)
-            if call is None or how is None:
-                return inner(*args, **kwargs)
-            return self._run(call, how)
-
-        forward.part = self  # type: ignore[attr-defined]
-        self.module.forward = forward
-
-    def end(self) -> None:
-        """The block's own forward again."""
-        self.module.forward = self._before
-        if not self._instance:
-            del self.module.forward
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In parts, where that was found to be the same."""
+        call = self._able(args, kwargs)
+        how = None if call is None else self._how(call)
+        if call is None or how is None:
+            return self.inner(*args, **kwargs)
+        return self._run(call, how)
 
     def _able(self, args: Any, kwargs: Any) -> Call | None:
         if not _recomputed or not torch.is_grad_enabled() or apart.looking():

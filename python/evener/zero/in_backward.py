@@ -218,7 +218,7 @@ class InBackward:
         self._lanes.put([job])
 
     def _given_back(self, chunk: Chunk) -> None:
-        """Of the lanes."""
+        """The lanes call this: the chunk is updated, and its buffer is free."""
         buffer, chunk.gradient_buffer, chunk.gradient = chunk.gradient_buffer, None, None
         assert buffer is not None
         self.buffers.give(buffer, chunk.updated_event)

@@ -51,7 +51,7 @@ def seen(launched: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
 
 
 def _name(kernel: Any) -> str:
-    """Of the function that is compiled; a tuner has it inside."""
+    """The name of the compiled function, which a tuner wraps."""
     while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):
         kernel = kernel.fn
     return str(getattr(kernel, "__name__", type(kernel).__name__))

@@ -66,7 +66,7 @@ class Shared:
         return self._sent[at + run.begin : at + run.end]
 
     def first(self, run: Run, named: Mapping[str, torch.Tensor]) -> None:
-        """Of a run's momentum and gradient."""
+        """Compute what a run sends, from its momentum and its gradient."""
         noise = replace(self._noise, offset=run.begin)
         self._change(run).copy_(
             self._rule.first_half(
@@ -75,7 +75,7 @@ class Shared:
         )
 
     def last(self, run: Run, named: Mapping[str, torch.Tensor]) -> None:
-        """Of its weights, in all forms that there are."""
+        """Step the weights of a run, in every form that they have."""
         noise = replace(self._noise, offset=run.begin)
         rule = self._rule.of_shape(run.shape)
         rule.second_half(states_named(named), self._change(run), self._hyper, run.step, noise)

@@ -86,7 +86,7 @@ class Load:
 
 @functools.lru_cache(maxsize=1 << 10)  # blocks are alike
 def load(matrices: tuple[Matrix, ...], share: int, world: int) -> Load:
-    """Of an update of all these matrices."""
+    """What one update of all these matrices costs."""
     found = cuts(dict(enumerate(matrices)), share)
     held = crossing = 0
     flops = [0.0] * world

@@ -651,7 +651,7 @@ def _times(
 
 
 def _products(parts: Sequence[Part], work: Work) -> tuple[float, int]:
-    """Of the busiest rank: operations of the products of these chunks' matrices, and elements that
+    """For the busiest rank: operations of the products of these chunks' matrices, and elements that
     cross for them."""
     found = [load(p.matrices, _share(p, work), work.ranks) for p in parts if p.matrices]
     return sum(each.flops for each in found), sum(each.crossing for each in found)

@@ -18,7 +18,6 @@ plain block does, and not three times.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -131,38 +130,22 @@ def tiles_of(model: nn.Module, config: Config) -> Tiles:
     return Tiles(blocks(model), model.modules(), attention)
 
 
-class Part:
+class Part(tokenwise.StandIn):
     """One module that runs in tiles of `rows` tokens of `width`."""
 
     def __init__(self, module: nn.Module, width: int) -> None:
-        self.module, self.width = module, width
-        self.rows = max(ROWS, width)
-        self._instance = "forward" in vars(module)
-        self._before = module.forward
-        self.inner: Callable[[torch.Tensor], torch.Tensor] = module.forward
+        super().__init__(module)
+        self.width, self.rows = width, max(ROWS, width)
 
     def like(self, module: nn.Module) -> Part:
         """The same of a copy of the module."""
         return Part(module, self.width)
 
-    def begin(self) -> None:
-        """Stand in for the module's forward."""
-        inner = self.inner
-
-        @functools.wraps(inner)
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            whole = len(args) != 1 or bool(kwargs) or not self._able(args[0])
-            return inner(*args, **kwargs) if whole else self._run(args[0])
-
-        forward.part = self  # type: ignore[attr-defined]
-        self.module.forward = forward
-
-    def end(self) -> None:
-        """The module's own forward again."""
-        self.module.forward = self._before
-        if not self._instance:
-            del self.module.forward
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In tiles, where the one argument is of enough tokens."""
+        if len(args) != 1 or kwargs or not self._able(args[0]):
+            return self.inner(*args, **kwargs)
+        return self._run(args[0])
 
     def _able(self, x: Any) -> bool:
         return (

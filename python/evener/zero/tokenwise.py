@@ -14,8 +14,9 @@ operation that is not known counts as mixing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,6 +162,37 @@ def one_input(module: nn.Module) -> bool:
     needed = [p for p in parameters if p.default is p.empty and p.kind in places]
     odd = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
     return len(needed) == 1 and parameters[0] is needed[0] and not odd
+
+
+class StandIn:
+    """Something that runs in the place of a module's forward pass, from `begin` to `end`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._instance = "forward" in vars(module)
+        self.inner: Callable[..., Any] = module.forward
+        """The module's own."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What runs."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Stand in."""
+
+        @functools.wraps(self.inner)
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.call(args, kwargs)
+
+        forward.part = self  # type: ignore[attr-defined]
+        self.module.forward = forward
+
+    def end(self) -> None:
+        """The module's own forward pass again."""
+        self.module.forward = self.inner
+        if not self._instance:
+            del self.module.forward
 
 
 def hooked(module: nn.Module) -> bool:

@@ -268,8 +268,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def evener(self) -> Reducer | UserCompression | None:
-        """What reduces the gradients, from the first step on; as the models of `accelerate` have
-        it."""
+        """What reduces the gradients, from the first step on."""
         return self._reducer
 
     @property

@@ -101,7 +101,7 @@ class Muon(Rule):
         return change.bfloat16()
 
     def products(self, change: torch.Tensor, hyper: Mapping[str, Any]) -> torch.Tensor:
-        """Of a whole matrix, bfloat16, which is overwritten."""
+        """The products of a whole matrix in bfloat16, which is overwritten."""
         found: torch.Tensor = torch_names.newton_schulz()(
             change, hyper["ns_coefficients"], hyper["ns_steps"], hyper["eps"]
         )
