@@ -26,6 +26,7 @@ from net_gpu import USING, VARIANTS, environment
 
 from evener.net import plugin_path
 from evener.net.plugin import NCCL_NAME
+from evener.tools.doctor.nccl import loaded
 
 VERSIONS = range(6, 13)
 LOADED = re.compile(r"Loaded net plugin (\S+) \((v\d+)\)")
@@ -50,7 +51,7 @@ def rank_main(what: str, count: int) -> None:
         harness.say(
             rank=rank,
             right=right(2) and right(1 << 22),
-            nccl=".".join(map(str, torch.cuda.nccl.version())),
+            nccl=".".join(map(str, loaded())),
         )
     else:
         seen = []

@@ -21,6 +21,8 @@ from typing import Any
 import harness
 from net_gpu import SOCKETS, USING, VARIANTS, environment
 
+from evener.tools.doctor.nccl import loaded
+
 PROTOCOLS = ("LL", "LL128", "Simple", "auto")
 ENGINES = ("tcp", "udp", "sockets", "xdp")
 # The lab, and what is done to it. Each unequal path has a queue of its own: one overtakes another.
@@ -76,7 +78,7 @@ def rank_main(seconds: float) -> None:
             "MB_s": size * int(calls) / took / 1e6,
         }  # fmt: skip
 
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    nccl = ".".join(map(str, loaded()))
     for name in PROTOCOLS:
         os.environ.pop("NCCL_PROTO", None)
         if name != "auto":
@@ -143,11 +145,11 @@ def table(jobs: list[dict[str, Any]]) -> str:
 
 def protocols(given: argparse.Namespace) -> dict[str, Any]:
     """Every engine on every network; 1 as the exit status where one of Evener's was not right."""
-    jobs = [
-        job(engine, network, given.seconds)
-        for network in harness.choose(given.networks, list(NETWORKS), "network")
-        for engine in harness.choose(given.engines, ENGINES, "engine")
-    ]
+    jobs: list[dict[str, Any]] = []
+    for network in harness.choose(given.networks, list(NETWORKS), "network"):
+        for engine in harness.choose(given.engines, ENGINES, "engine"):
+            jobs.append(job(engine, network, given.seconds))
+            harness.keep(given, found={"jobs": jobs})  # a run may be cut
     own = [one for one in jobs if one["engine"] != "sockets"]
     right = all(one["complete"] for one in own) and not any(
         cell["wrong_words"] for one in own for cell in one["cells"]

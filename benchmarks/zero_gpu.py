@@ -3,12 +3,12 @@
     python benchmarks/zero_gpu.py [--only PREFIX;...] [--gpus N] [--json FILE]
 
 A Llama-shaped model (2.69B parameters: 32 layers, width 2560), 8 x 1024 tokens a GPU, blocks
-recomputed, clipping at 1.0. Rows that start with "largest" train one sequence of
-1024 tokens in 24 GB of GPU and 110 GB of host memory; those with "whole" train 8 sequences in 76
-and 110 GB; those with "long" train one long sequence of 8.0B parameters there; those with "4B",
-"8B" and "14B" are what Evener and its peers make of the same machine. Each row runs in
-processes of its own (a peer that runs out of memory takes nobody with it), one after the other;
-`--gpus` starts each under torchrun.
+recomputed, clipping at 1.0. Rows that start with "largest" train one sequence of 1024 tokens in
+24 GB of GPU and 110 GB of host memory; those with "whole" train 8 sequences in 76 and 110 GB; those
+with "SSD" have a file for states beside these; those with "long" train one long sequence of 8.0B
+parameters there; those with "4B", "8B" and "14B" are what Evener and its peers make of the same
+machine. Each row runs in processes of its own (a peer that runs out of memory takes nobody with
+it), one after the other; `--gpus` starts each under torchrun.
 
 Reported: seconds a step from idle to idle over all steps, tokens/s, peak GPU memory of the process
 (allocated, reserved, and the driver's figure for the whole GPU), peak host memory (all of them the
@@ -24,6 +24,7 @@ import functools
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -144,7 +145,14 @@ def _whole(layers: int, **own: Any) -> Callable[..., dict[str, Any]]:
     """The whole of a H100 (76 GB of it for the engine), 8 x 1024 tokens. A model of this depth
     does not bear the other rows' learning rate from its first step on."""
     own = {"budget": {"gpu": 76 * GB, "host": 110 * GB}, "checkpointing": "auto", **own}
-    return lambda *_: evener(layers, 6144, BATCH, 3, lr=1e-6, **own)
+    return lambda *_: evener(layers, 6144, BATCH, **{"steps": 3, "lr": 1e-6, **own})
+
+
+def _ssd(layers: int) -> Callable[..., dict[str, Any]]:
+    """As `_whole`, and 150 GB of a file in the folder for temporary files. Two steps after one."""
+    budget = {"gpu": 76 * GB, "host": 110 * GB, "ssd": f"{tempfile.gettempdir()}:150GB"}
+    how = {"moments": "int8", "master": False, "optimizer_in_backward": True}
+    return _whole(layers, steps=2, warmup=1, recorded=0, budget=budget, **how)
 
 
 _SIZES = {"4B": (32, 3072), "8B": (38, 4096), "14B": (44, 5120)}
@@ -157,11 +165,15 @@ def _beside(
 ) -> Callable[..., dict[str, Any]]:
     """Beside the peers: 1024 tokens a row, the whole GPU and `host` GB of host memory."""
     own = {"budget": {"gpu": 76 * GB, "host": host * GB}, "checkpointing": True, **own}
-    lr = 1e-6 if size == "14B" else HYPER["lr"]
-    return lambda *_: evener(*_SIZES[size], rows, 3, lr=lr, **own)
+    return lambda *_: evener(*_SIZES[size], rows, 3, lr=_rate(size), **own)
+
+
+def _rate(size: str) -> float:
+    return 1e-6 if size == "14B" else HYPER["lr"]
 
 
 def _peer(size: str, **how: Any) -> Callable[..., dict[str, Any]]:
+    how["lr"] = _rate(size)
     return lambda *_: peer(peers.deepspeed, **how)(*_SIZES[size], BATCH, 3)
 
 
@@ -214,6 +226,8 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "whole, 27.6B, int8 moments, no copy, in backward": _whole(
         60, moments="int8", master=False, optimizer_in_backward=True
     ),
+    "SSD, 40.3B, int8 moments, no copy, in backward": _ssd(88),
+    "SSD, 61.1B, int8 moments, no copy, in backward": _ssd(134),
     "long, 32k, whole": _long(1 << 15, tiles=False),
     "long, 32k, tiles": _long(1 << 15, tiles=True),
     "long, 64k, tiles": _long(1 << 16, tiles=True),

@@ -132,7 +132,12 @@ ZENFLOW = {"topk_ratio": 0.05, "update_interval": 4, "overlap_step": True}
 
 
 def deepspeed(
-    task: Task, steps: int, pin: bool = True, half: bool = False, way: str = ""
+    task: Task,
+    steps: int,
+    pin: bool = True,
+    half: bool = False,
+    way: str = "",
+    lr: float = HYPER["lr"],
 ) -> dict[str, Any]:
     """DeepSpeed ZeRO-3, parameters and optimizer on the host (`pin`: in pinned memory), its CPU
     Adam. Weights are drawn on the GPU, a layer at a time, as `zero.Init` takes them. `half`: the
@@ -161,7 +166,7 @@ def deepspeed(
         "train_micro_batch_size_per_gpu": task.rows,
         "bf16": {"enabled": True, **(smaller if half else {})},
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": HYPER},
+        "optimizer": {"type": "AdamW", "params": HYPER | {"lr": lr}},
         "zero_optimization": zero,
         "steps_per_print": 1 << 30,
     }

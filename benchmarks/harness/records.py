@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.tools.bench.train import machine
+from evener.tools.doctor.nccl import loaded
 
 RESULTS = Path(__file__).parents[1] / "results"
 _PLACES = ("json", "folder", "out")
@@ -86,7 +87,7 @@ def _nccl() -> dict[str, str]:
     torch = sys.modules.get("torch")  # a benchmark that does not use it need not import it
     if torch is None or not torch.cuda.is_available():
         return {}
-    return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return {"nccl": ".".join(map(str, loaded()))}
 
 
 def write(path: Path | None, document: Any) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -163,6 +164,28 @@ def test_a_cap_a_flow_is_told_from_paths(rates: dict[int, float], cap: float) ->
 def test_a_cap_is_said_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evener.tools.doctor.peer.rate", lambda _host, _port, n: n * 0.625e9)
     assert "each flow gets about 5.00 Gb/s" in next(iter(flows("node-b", 1))).found
+
+
+def test_the_nccl_that_is_loaded_says_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Library:
+        def __init__(self, path: str) -> None:
+            assert path == "/opt/new nccl/libnccl.so.2.32.3"
+
+        def ncclGetVersion(self, number: Any) -> int:  # noqa: N802
+            number._obj.value = 23203
+            return 0
+
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 0 00:00 1   /lib/libnccl-net.so\n"
+                    "7f01-7f02 r-xp 0 00:00 1   /opt/new nccl/libnccl.so.2.32.3\n" * 2)  # fmt: skip
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(nccl.ctypes, "CDLL", Library)
+    assert nccl.loaded(maps) == (2, 32, 3)
+    assert nccl.accepted(nccl.loaded(maps)) == range(6, 13)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,27 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
+class Pair:
+    """A trainer as trl's: two models, which may share a layer."""
+
+    def __init__(self, model: nn.Module, ref_model: nn.Module | None) -> None:
+        self.model, self.ref_model = model, ref_model
+
+    def create_accelerator_and_postprocess(self) -> None: ...
+
+
+def test_autocast_keeps_no_copies_of_a_reference_model() -> None:
+    """It does of weights that ask for gradients."""
+    model, reference = made(), made()
+    shared = model.get_submodule("layers.0")
+    reference.layers[0] = shared  # type: ignore[index,union-attr]
+    zero.trainer(Pair)(model, reference)
+    assert all(p.requires_grad for p in model.parameters())
+    mine = set(model.parameters())
+    assert not any(p.requires_grad for p in set(reference.parameters()) - mine)
+    zero.trainer(Pair)(model, None)
+
+
 def test_a_model_under_the_engine_shows_and_takes_its_values() -> None:
     model, data = made(tied=True), batches(4)
     want = copy.deepcopy(model)

@@ -71,9 +71,9 @@ def _step(block: nn.Module, x: torch.Tensor, gradient: torch.Tensor, *more: Any)
 
 
 def _both(block: Block, length: int = 3 * ROWS + 5, batch: int = 2) -> tuple[list[Any], list[Any]]:
-    dtype = block.out.weight.dtype
-    x, gradient = (torch.randn(batch, length, WIDTH, dtype=dtype) for _ in range(2))
-    turns = torch.rand(1, length, WIDTH // HEADS, dtype=dtype) + 0.5
+    at = block.out.weight
+    x, gradient = (torch.randn(batch, length, WIDTH).to(at) for _ in range(2))
+    turns = (torch.rand(1, length, WIDTH // HEADS) + 0.5).to(at)
     plain = copy.deepcopy(block)
     tiles = sequence.Tiles([block])
     mine = _step(block, x, gradient, turns)
@@ -83,17 +83,27 @@ def _both(block: Block, length: int = 3 * ROWS + 5, batch: int = 2) -> tuple[lis
     return mine, _step(plain, x, gradient, turns)
 
 
+ON_GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+    ],
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("pairs", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("long", [False, True])
 def test_a_block_in_parts_is_the_whole_one(
-    pairs: int, dtype: torch.dtype, long: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, pairs: int, dtype: torch.dtype, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Result and the input's gradient are of the same kernels, of fewer rows. A weight's gradient
     is a sum over tokens, in another order."""
     monkeypatch.setattr(heads, "LONG", 1 if long else heads.LONG)
     torch.manual_seed(pairs)
-    mine, plain = _both(Block(pairs).to(dtype))
+    mine, plain = _both(Block(pairs).to(device, dtype))
     close = 1e-6 if dtype == torch.float32 else 2**-8
     for number, (a, b) in enumerate(zip(mine, plain, strict=True)):
         far = float((a - b).abs().max() / b.abs().max())

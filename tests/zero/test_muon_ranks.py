@@ -17,7 +17,7 @@ from evener.errors import EvenerError
 from evener.zero import rules
 from evener.zero.owners import Exchange, Matrix, cuts, load
 from evener.zero.ranks import Ranks
-from tests import worlds
+from tests import gpus, worlds
 
 from .models import Model, batches, loss_of
 from .test_muon import Squares, optimizers, start, step
@@ -47,11 +47,14 @@ def gathered(engine: zero.Engine) -> dict[str, torch.Tensor]:
     found = {}
     for chunk in engine.chunks():
         mine = chunk.full()
-        whole = torch.empty(mine.numel() * engine.world)
+        if engine.device.device.type == "cuda":
+            mine = mine.cuda()
+        whole = torch.empty(mine.numel() * engine.world, device=mine.device)
         if engine.world > 1:
             engine.ranks.collect(whole, mine)
         else:
             whole.copy_(mine)
+        whole = whole.cpu()
         for piece in chunk.group.pieces:
             found[piece.name] = whole[piece.offset : piece.offset + piece.numel].view(piece.shape)
     return found
@@ -75,10 +78,10 @@ def trained(
         **{**budget, **changes},
     )
     for tokens in data():
-        engine.backward(loss_of(engine, tokens[part]))
+        engine.backward(loss_of(engine, tokens[part].to(engine.device.device)))
         for one in made:
             one.step()
-    assert engine.ranks.replicas == (changes.get("evener") is not None) + 1
+    assert engine.ranks.replicas == ("nodes" in changes.get("evener", {})) + 1
     if place == "ssd":
         assert all(c.away is not None for c in engine.chunks() if c.group.name in NAMES)
     found = gathered(engine)
@@ -108,6 +111,34 @@ def test_the_weights_of_one_rank(size: int, same: bool, tmp_path: Path) -> None:
             assert all(torch.equal(value, other[name]) for other in found), (case, name)
             if same or not case[2]:  # a gradient of half precision is rounded on each rank
                 torch.testing.assert_close(value, want[name], **bound)
+
+
+GPU: dict[str, Any] = {"evener": {"device": "cuda"}}
+CASES_ON_GPU: list[tuple[int, str, dict[str, Any]]] = [
+    (3, "host", GPU),
+    (2, "accelerator", GPU | BFLOAT16),
+    (3, "accelerator", GPU | BFLOAT16),
+    (3, "streaming", GPU | BFLOAT16),
+]
+
+
+def worker_on_gpu(rank: int, _size: int, folder: str) -> None:
+    for number, case in enumerate(CASES_ON_GPU):
+        torch.manual_seed(rank)
+        torch.save(trained(case, slice(None), folder, True), Path(folder) / f"{number}-{rank}.pt")
+
+
+@pytest.mark.gpu
+@gpus.needs(2)
+def test_the_weights_of_one_rank_on_gpus(tmp_path: Path) -> None:
+    worlds.run([2], worker_on_gpu, str(tmp_path), gpu=True)
+    for number, case in enumerate(CASES_ON_GPU):
+        torch.manual_seed(0)
+        want = trained(case, slice(None), str(tmp_path), True)
+        for rank in range(2):
+            found = torch.load(tmp_path / f"{number}-{rank}.pt")
+            for name, value in want.items():
+                assert torch.equal(found[name], value), (number, rank, name)
 
 
 def copied(rank: int, _size: int, folder: str) -> None:

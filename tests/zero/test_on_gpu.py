@@ -99,6 +99,28 @@ def test_bits_do_not_depend_on_lane_or_place(moments: str, monkeypatch: pytest.M
         assert all(torch.equal(want[name], other[name]) for name in want)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_an_update_in_the_backward_pass_changes_no_bit(
+    moments: str, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where copies to the host are late: a gradient's buffer is another's soon."""
+    want, _ = train(gradient_clipping=0.0, evener={"moments": moments})
+    generator = random.Random(3)
+    inner = Chunk.allocate
+
+    def late(chunk: Chunk) -> None:
+        time.sleep(generator.choice([0, 0, 0.002]))
+        inner(chunk)
+        torch.cuda._sleep(generator.choice([0, 200_000, 2_000_000]))
+        chunk.flat.fill_(torch.nan)
+
+    monkeypatch.setattr(Chunk, "allocate", late)
+    own = {"moments": moments, "optimizer_in_backward": True}
+    found, _ = train(gradient_clipping=0.0, streaming=streaming, evener=own)
+    assert all(torch.equal(want[name], found[name]) for name in want)
+
+
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_slots_take_no_memory_that_is_still_computed_with(
     moments: str, monkeypatch: pytest.MonkeyPatch

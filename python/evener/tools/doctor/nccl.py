@@ -25,8 +25,7 @@ def library(_: Path) -> Iterator[Line]:
     if not torch.version.cuda:
         yield Line("nccl", "NCCL", "info", "not in this torch (built for the CPU)")
         return
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    yield Line("nccl", "NCCL", "good", version)
+    yield Line("nccl", "NCCL", "good", _version())
 
 
 def choice(_: Path) -> Iterator[Line]:
@@ -117,18 +116,31 @@ def accepted(version: tuple[int, ...] | None = None) -> range:
     """The interface versions that an NCCL takes (default: torch's); empty where not known."""
     if version is None:
         try:
-            import torch
+            version = loaded()
         except ModuleNotFoundError:
             return range(0)
-        version = tuple(torch.cuda.nccl.version()) if torch.version.cuda else ()
     known = [takes for first, takes in _TAKES if version[:2] >= first]
     return known[-1] if known else range(0)
 
 
-def _version() -> str:
+def loaded(maps: Path = Path("/proc/self/maps")) -> tuple[int, ...]:
+    """The version of the NCCL that torch has loaded, as the library says it: with a newer wheel, or
+    with LD_PRELOAD, it is another than torch was built with, which `torch.cuda.nccl.version()`
+    says. Empty where torch is built for the CPU. Raises ModuleNotFoundError without torch."""
     import torch
 
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    if not torch.version.cuda:
+        return ()
+    lines = maps.read_text().splitlines()
+    number = ctypes.c_int()
+    for path in sorted({line[line.index("/") :] for line in lines if "/libnccl.so" in line}):
+        if ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number)) == 0:
+            return number.value // 10000, number.value // 100 % 100, number.value % 100
+    return tuple(torch.cuda.nccl.version())
+
+
+def _version() -> str:
+    return ".".join(map(str, loaded()))
 
 
 CHECKS = (library, plugin, choice)

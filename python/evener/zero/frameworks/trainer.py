@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from evener.base.given import given
 from evener.errors import UsageError
 from evener.zero.api import Batch
@@ -35,6 +37,17 @@ def _load_on_the_host(args: Any) -> None:
         )
     own = args.model_init_kwargs or {}
     args.model_init_kwargs = {"device_map": {"": "cpu"}, **own}
+
+
+def _without_gradients(trainer: Any) -> None:
+    """trl's second model only says what it would have said. While its weights ask for gradients,
+    autocast keeps a copy of each in half precision, beside the engine and unknown to its plan."""
+    trained = set(trainer.model.parameters()) if isinstance(trainer.model, nn.Module) else set()
+    for name in ("ref_model", "teacher_model"):
+        other = getattr(trainer, name, None)
+        if isinstance(other, nn.Module):
+            for parameter in set(other.parameters()) - trained:
+                parameter.requires_grad_(False)
 
 
 def _batch(trainer: Any) -> Batch | None:
@@ -82,6 +95,7 @@ def trainer(
             if isinstance(model, str) and hasattr(args, "model_init_kwargs"):
                 _load_on_the_host(args)
             super().__init__(*given, **named)
+            _without_gradients(self)
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
