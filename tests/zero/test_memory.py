@@ -75,6 +75,24 @@ def train(engine: zero.Engine, steps: int = 4, rows: int = 4) -> list[float]:
     return losses
 
 
+def test_what_is_spared_is_left_to_the_script() -> None:
+    """The plan does with less, and the limit on the process stays."""
+    torch.manual_seed(0)
+    model = WithLoss(width=WIDTH, blocks=6)
+    with engine_of(copy.deepcopy(model)) as engine:
+        whole = engine.memory()["gpu planned"]
+        train(engine)
+        want = weights(engine)
+    budget = {"gpu": whole, "host": 1 << 30, "spare": whole // 3}
+    with engine_of(model, evener={"budget": budget}) as engine:
+        assert engine.memory()["gpu planned"] <= whole - whole // 3
+        ledger = engine.device.ledger  # type: ignore[attr-defined]
+        assert engine.plan is not None
+        assert ledger.limit == whole - engine.plan.gpu_reserve
+        train(engine)
+        assert all(torch.equal(want[name], value) for name, value in weights(engine).items())
+
+
 def test_a_trace_is_the_step_to_the_byte() -> None:
     torch.manual_seed(0)
     model = WithLoss(width=WIDTH, blocks=6)

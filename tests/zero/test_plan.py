@@ -195,6 +195,11 @@ def test_budgets_read_the_cgroup(tmp_path: Path) -> None:
         (folder / "memory.current").write_text(str(used))
         (folder / "memory.stat").write_text(f"anon 3\ninactive_file {cache}\n")
     assert budgets.host_free(root, proc) == 5000007
+    left = budgets.resolve({"gpu": "24GB", "host": 7, "spare": "4GB"})
+    assert left == Budget(20 * 10**9, 7, spare=4 * 10**9)
+    assert budgets.resolve({"host": 7, "spare": 1}, gpu_free=5) == Budget(4, 7, spare=1)
+    with pytest.raises(UsageError, match="spare='9GB' is more than the GPU's 8"):
+        budgets.resolve({"gpu": "8GB", "spare": "9GB"})
     assert budgets.resolve({"gpu": "24GB", "host": 7}) == Budget(24 * 10**9, 7)
     with pytest.raises(UsageError, match="gpu='lots' is not a size"):
         budgets.resolve({"gpu": "lots"})

@@ -23,12 +23,14 @@ KEEP = 0.95
 @dataclass(frozen=True)
 class Budget:
     """Bytes of accelerator memory (each GPU), of host memory (this process), and of a file on the
-    SSD (this process) in `folder`."""
+    SSD (this process) in `folder`. `spare`: of the accelerator's, beside `gpu`, what is left to the
+    script."""
 
     gpu: int
     host: int
     ssd: int = 0
     folder: str = ""
+    spare: int = 0
 
 
 def size(text: str | int | float, name: str) -> int:
@@ -133,7 +135,7 @@ def resolve(
     ranks_here: int = 1,
 ) -> Budget:
     """A budget in bytes. `auto` (the whole, or either entry): what is free now; host memory is
-    shared by the `ranks_here` processes of this node."""
+    shared by the `ranks_here` processes of this node. `spare` is taken off the GPU's."""
     if isinstance(budget, Budget):
         return budget
     given = {} if budget == "auto" else budget
@@ -141,18 +143,26 @@ def resolve(
         raise UsageError(
             f"budget {budget!r} is not known", 'give "auto" or {"gpu": "24GB", "host": "110GB"}'
         )
-    if unknown := set(given) - {"gpu", "host", "ssd"}:
+    if unknown := set(given) - {"gpu", "host", "ssd", "spare"}:
         raise UsageError(
-            f"budget has no entry {', '.join(sorted(unknown))}", "it has gpu, host and ssd"
+            f"budget has no entry {', '.join(sorted(unknown))}", "it has gpu, host, ssd and spare"
         )
     gpu, host = given.get("gpu", "auto"), given.get("host", "auto")
     free = gpu_free or 0
     folder, room = place(given["ssd"], ranks_here) if given.get("ssd") else ("", 0)
+    whole = free if gpu == "auto" else size(gpu, "gpu")
+    spare = size(given.get("spare", 0), "spare")
+    if spare > whole:
+        raise UsageError(
+            f"budget spare={given['spare']!r} is more than the GPU's {whole / 1e9:.2f} GB",
+            "leave less to the script, or raise budget gpu",
+        )
     return Budget(
-        free if gpu == "auto" else size(gpu, "gpu"),
+        whole - spare,
         int(host_free() * KEEP) // ranks_here if host == "auto" else size(host, "host"),
         room,
         folder,
+        spare,
     )
 
 

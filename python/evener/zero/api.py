@@ -449,7 +449,7 @@ def _unneeded(
     if resident is not None:
         names = [name for name, value in of_plan.items() if value is not None]
         sizes = config.budget if isinstance(config.budget, Mapping) else ()
-        names += [f"evener.budget.{name}" for name in ("gpu", "host") if name in sizes]
+        names += [f"evener.budget.{name}" for name in ("gpu", "host", "spare") if name in sizes]
         found += [f"{name} (there is no plan: resident= was given)" for name in names]
     return found
 
@@ -600,7 +600,7 @@ def _planned(
             budget.folder,
         )
     if isinstance(config.budget, Mapping) and "gpu" in config.budget:
-        device.limit(budget.gpu - made.gpu_reserve)
+        device.limit(budget.gpu + budget.spare - made.gpu_reserve)
     return made
 
 
