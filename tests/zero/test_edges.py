@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from evener import zero
-from evener.zero.edges import Edges
+from evener.zero.edges import Edges, WrittenError
 from evener.zero.loading import Loading
 
 WIDTH, BLOCKS = 8, 6
@@ -38,10 +40,17 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.start(x)
         for layer in self.layers:
+            if self.way == "sum outside":
+                x += layer(x)
+                continue
             x = layer(x)
             if self.way == "views":
                 x.mul_(0.9)
         return x
+
+
+def _config(**evener: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage3_param_persistence_threshold": 0}, "evener": evener}
 
 
 def _most_loaded(way: str, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -51,10 +60,7 @@ def _most_loaded(way: str, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> int
     engine, *_ = zero.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        config={
-            "zero_optimization": {"stage3_param_persistence_threshold": 0},
-            "evener": {"device": "cpu", "checkpointing": False},
-        },
+        config=_config(device="cpu", checkpointing=False),
         resident=set(),
     )
     counts: list[int] = []
@@ -90,6 +96,53 @@ def test_writes_hold_no_more_weights(
     with monkeypatch.context() as patch:
         usual = _most_loaded("none", frozen, patch)
     assert _most_loaded(way, frozen, monkeypatch) == usual < BLOCKS
+
+
+CHECKPOINTING = [True, "offload"]
+
+
+def _start(way: str, **given: Any) -> tuple[zero.Engine, Net]:
+    torch.manual_seed(0)
+    model = Net(way)
+    plain = copy.deepcopy(model)
+    engine, *_ = zero.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), **given
+    )
+    return engine, plain
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("way", ["sum", "sum outside"])
+def test_a_block_whose_input_is_gone_is_not_recomputed(way: str, checkpointing: Any) -> None:
+    """Where nobody has seen it before: autograd does not look at what hooks have saved."""
+    config = _config(device="cpu", checkpointing=checkpointing)
+    engine, _ = _start(way, config=config, resident=set())
+    try:
+        with pytest.raises(WrittenError, match="checkpointing = false"):
+            engine.backward(engine(torch.ones(2, 3, WIDTH)).square().mean())
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("way", ["sum", "sum outside"])
+def test_a_trace_finds_that_no_block_can_be_recomputed(
+    way: str, checkpointing: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.ones(2, 3, WIDTH)
+    config = _config(device="simulated", checkpointing=checkpointing, budget={"gpu": "1GB"})
+    machine = zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9)
+    engine, plain = _start(way, config=config, example=(x,), machine=machine)
+    try:
+        assert "no block is recomputed" in caplog.text
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        weights = engine.module.state_dict()
+    finally:
+        engine.close()
+    plain(x).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), 0.1).step()
+    torch.testing.assert_close(weights, dict(plain.state_dict()))
 
 
 @pytest.mark.parametrize("view", [False, True])

@@ -14,8 +14,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import (
+    get_gradient_edge,
+    register_multi_grad_hook,
+    saved_tensors_hooks,
+)
 from torch.utils._pytree import tree_leaves
+
+from evener.errors import UsageError
+
+
+class WrittenError(UsageError):
+    """A block cannot run again: something was written in place to what it was given."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__(
+            f"the input of {which} was written to in place, and the block was to run again with it "
+            "in the backward pass",
+            "write `x = x + y` in place of `x += y`, or give evener.checkpointing = false",
+        )
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -26,6 +43,24 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _version(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
+
+
+def versioned(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What a block is given, and which version of it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x, _version(x)
+
+
+def unchanged(x: torch.Tensor, version: int) -> torch.Tensor:
+    """`x`; raises WrittenError where something was written to it since then."""
+    if versioned(x)[1] != version:
+        raise WrittenError("a block")
+    return x
+
+
+def kept() -> saved_tensors_hooks:
+    """While a block that is recomputed is entered: what it is given must be unchanged then."""
+    return saved_tensors_hooks(versioned, lambda saved: unchanged(*saved))
 
 
 def _base(x: torch.Tensor) -> torch.Tensor | None:

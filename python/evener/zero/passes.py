@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from evener.zero import heads
 from evener.zero.activations import Offload
 from evener.zero.chunk import Chunk
-from evener.zero.edges import Edges
+from evener.zero.edges import Edges, WrittenError, kept
 from evener.zero.gradients import Gradients
 from evener.zero.loading import Loading
 from evener.zero.spans import Spans
@@ -249,7 +249,7 @@ class Passes:
             if live.index in self.recompute:
                 if head is not None:  # made whole inside, they are whole when it is recomputed
                     args, kwargs = whole((args, kwargs))
-                with self.offload.hooks() if self.offload else contextlib.nullcontext():
+                with self.offload.hooks() if self.offload else kept():
                     out = checkpoint(
                         heads.recomputed(body),
                         *args,
@@ -257,6 +257,8 @@ class Passes:
                         preserve_rng_state=not self._tracing,
                         **kwargs,
                     )
+                if edges.written():
+                    raise WrittenError(f"block {live.unit.name}")
             else:
                 out = body(*args, **kwargs)
             self._watch(live, edges, (out, kept_graphs(inside)))

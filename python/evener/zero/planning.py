@@ -248,4 +248,13 @@ def cut_and_trace(
         stay |= profile.strays
         logger.info("always on the accelerator, as others read them: %s", ", ".join(sorted(stay)))
     logger.info("a step of this model: %s", said)
+    for number, unit in enumerate(units):
+        unit.once = unit.repeated and profile is not None and number not in profile.repeated
+    if config.checkpointing and any(unit.once for unit in units):
+        logger.log(
+            logging.INFO if config.checkpointing == "auto" else logging.WARNING,
+            "evener.checkpointing = %r: no block is recomputed, as something is written in place "
+            "to what it is given",
+            config.checkpointing,
+        )
     return units, profile
