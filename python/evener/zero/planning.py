@@ -38,7 +38,11 @@ class NoFitError(EvenerError):
         fix = "raise the budget, use moments=bf16 or int8, a smaller micro-batch, or more GPUs"
         if nearest:
             fix = "this would fit: " + "; or ".join(nearest)
-        super().__init__(plan.problem, fix)
+        problem = plan.problem
+        if plan.gpu_held >= 10 << 20:
+            held = plan.gpu_held / 1e9
+            problem += f"; {held:.2f} GB of the accelerator are other tensors of this process"
+        super().__init__(problem, fix)
         self.plan = plan
         self.nearest = list(nearest)
 
