@@ -14,7 +14,7 @@ import contextlib
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -28,7 +28,18 @@ from torch.nn import functional
 from evener import zero
 from evener.base import torch_names
 from evener.errors import UsageError
-from evener.zero import api, boundary, checkpoint, groups, passes, tiles, units, vocabulary, weight
+from evener.zero import (
+    api,
+    boundary,
+    checkpoint,
+    edges,
+    groups,
+    passes,
+    tiles,
+    units,
+    vocabulary,
+    weight,
+)
 from evener.zero import loss as loss_module
 from evener.zero import optimizer as optimizers
 from evener.zero.chunk import Chunk
@@ -46,6 +57,11 @@ MACHINE = zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9)
 
 
 class Block(nn.Module):
+    """`writes`: where something is written in place (`WRITES`). "bare": nothing is added to the
+    last linear layer's result, which is a view."""
+
+    writes: frozenset[str] = frozenset()
+
     def __init__(self, norm: str, width: int) -> None:
         super().__init__()
         kinds = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
@@ -54,14 +70,31 @@ class Block(nn.Module):
         self.side = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor, side: bool) -> torch.Tensor:
-        y = self.norm(x.flatten(0, 1)).view_as(x)
-        y = x + self.down(functional.gelu(self.up(y)))
-        out: torch.Tensor = y + torch.tanh(self.side(x)) if side else y
+        if "input" in self.writes:
+            x.mul_(0.9)
+        given = x * 1.1 if "sum" in self.writes else x
+        y = self.up(self.norm(given.flatten(0, 1)).view_as(x))
+        if "inner" in self.writes:
+            y.mul_(1.2)[..., :2] = 0.1
+        y = self.down(functional.gelu(y))
+        if "sum" in self.writes:
+            y = x.add_(y)
+        elif "bare" not in self.writes:
+            y = x + y
+        out: torch.Tensor = y + torch.tanh(self.side(given)) if side else y
         return out
 
 
+WRITES = ("embedding", "input", "inner", "sum", "bare", "between", "row", "logits")
+AGAIN = {"input", "sum"}
+"""What a block writes to its input would be written twice where it is recomputed."""
+
+
 class Net(nn.Module):
-    """Embedding, blocks that may be left out or run twice, a head that may be tied."""
+    """Embedding, blocks that may be left out or run twice, a head that may be tied. `writes`: as of
+    its blocks."""
+
+    writes: frozenset[str] = frozenset()
 
     def __init__(self, blocks: int, norm: str, tied: bool, width: int = WIDTH) -> None:
         super().__init__()
@@ -73,16 +106,30 @@ class Net(nn.Module):
             self.head.weight = self.embed.weight
 
     def body(self, x: torch.Tensor, side: bool = True, skip: int = -1) -> torch.Tensor:
-        if not x.is_floating_point():
-            x = self.embed(x)
+        x = x.clone() if x.is_floating_point() else self.embed(x)
+        if "embedding" in self.writes:
+            x.mul_(2.0)
         for number, layer in enumerate(self.layers):
             if number != skip:
                 x = layer(x, side)
+                if "between" in self.writes:
+                    x.mul_(0.8)
+                if "row" in self.writes:
+                    x[:, 0] = 0.3
         return x * self.scale
 
     def forward(self, x: torch.Tensor, side: bool = True, skip: int = -1) -> torch.Tensor:
         out: torch.Tensor = self.head(self.body(x, side, skip))
+        if "logits" in self.writes:
+            out.div_(0.8)
         return out
+
+    def write(self, where: Iterable[str]) -> Net:
+        """The same model, which writes in place there."""
+        self.writes = frozenset(where)
+        for layer in self.layers:
+            layer.writes = self.writes  # type: ignore[assignment]
+        return self
 
 
 class Own(torch.autograd.Function):
@@ -208,10 +255,13 @@ class Pair:
         self.program, self.folder = program, folder
         self.saved: Any = None
         torch.manual_seed(program["seed"])
+        self.never = {program.get("frozen", -1)}
+        """Blocks that are never trained; the engine knows it."""
+        self.frozen = set(self.never)
         model = self._net()
+        self._freeze(model)
         self._copy(model)
         self._plain_optimizer()
-        self.frozen: set[int] = set()
         self._start(model)
 
     def _copy(self, model: Net) -> None:
@@ -241,7 +291,8 @@ class Pair:
 
     def _net(self) -> Net:
         given = self.program
-        return Net(given["blocks"], given["norm"], given["tied"])
+        made = Net(given["blocks"], given["norm"], given["tied"])
+        return made.write(given.get("writes", ()))
 
     def _schedule(self, optimizer: Any) -> Any:
         kind = self.program["schedule"]
@@ -251,6 +302,7 @@ class Pair:
 
     def _start(self, model: Net) -> None:
         program = self.program
+        self._freeze(model, self.never)
         optimizer = _optimizer(program["optimizer"], model.parameters())
         scheduler = self._schedule(optimizer)
         names = {f"{self.prefix}layers.{n}/0" for n in range(program["resident"])}
@@ -270,9 +322,10 @@ class Pair:
         self.model = model
         self._freeze(self.model)
 
-    def _freeze(self, net: Any) -> None:
+    def _freeze(self, net: Any, those: Container[int] | None = None) -> None:
+        those = self.frozen if those is None else those
         for number, layer in enumerate(net.layers):
-            layer.requires_grad_(number not in self.frozen)
+            layer.requires_grad_(number not in those)
 
     def _config(self) -> dict[str, Any]:
         program = self.program
@@ -282,8 +335,9 @@ class Pair:
             "zero_optimization": {"stage3_param_persistence_threshold": 0},
             "evener": {
                 "device": DEVICE or program.get("device", "cpu"),
-                "loss": "fused",
-                "checkpointing": program["recompute"],
+                "loss": program.get("loss", "fused"),
+                "checkpointing": program["recompute"]
+                and AGAIN.isdisjoint(program.get("writes", ())),
                 "moments": "fp32" if self.several else program.get("moments", "fp32"),
             },
         }
@@ -389,8 +443,7 @@ class Pair:
         self.compare()
 
     def do_freeze(self, *given: Any) -> None:
-        number = given[2] % len(self.model.layers)
-        self.frozen ^= {number}
+        self.frozen ^= {given[2] % len(self.model.layers)} - self.never
         for net in (self.model, self.plain):
             self._freeze(net)
 
@@ -547,12 +600,15 @@ PROGRAMS = st.fixed_dictionaries(
         "blocks": st.integers(1, 3),
         "norm": st.sampled_from(["none", "layer", "batch"]),
         "tied": st.booleans(),
+        "frozen": st.integers(-2, 2),
         "optimizer": st.sampled_from(["SGD", "AdamW", "Muon"]),
         "schedule": st.sampled_from(["", "warm", "milestones", "steps"]),
         "moments": st.sampled_from(["fp32", "fp32", "int8"]),
         "accumulate": st.integers(1, 2),
         "clip": st.sampled_from([0.0, 0.5]),
+        "loss": st.sampled_from(["fused", "fused", "plain", "chunked"]),
         "recompute": st.booleans(),
+        "writes": st.lists(st.sampled_from(WRITES), max_size=2, unique=True),
         "resident": st.integers(0, 2),
         # What the simulated device counts is traced before a step, as on a GPU: seconds.
         "device": st.sampled_from(["cpu"] * 49 + ["simulated"]),
@@ -673,6 +729,8 @@ FAULTS = {
     "several: one clears the gradients of all": _clears_all,
     "the scale of a block is not updated": _put(States, "moment", _frozen_scales),
     "checkpoints hold no scales": _put(Chunk, "formats", _without_scales),
+    "a written view has no hook": _put(edges, "_base", _nothing),
+    "what is written in a call is not seen": _put(edges.Edges, "written", lambda _: []),
     "recomputation moves buffers twice": _put(passes, "_kept", lambda _: contextlib.nullcontext()),
     "writes to logits are dropped": _put(vocabulary.LazyLogits, "parts", property(lambda _: True)),
     "functions of one's own get no gradient": _no_graph,
@@ -694,4 +752,11 @@ FAULTS = {
         _all, *(_put(place, "in_vocabulary", _nothing) for place in (tiles, loss_module))
     ),
 }
-TWIN = Twin("zero", PROGRAMS, check, FAULTS, programs_per_round=150)
+# Weights that have left the accelerator before the backward pass has read them.
+ENDS = {
+    "a written view has no hook": "setStorage",
+    "what is written in a call is not seen": "setStorage",
+    # The optimizer that was given still steps, and finds no gradient.
+    "the given optimizer's groups are copied": "it has left the parameter",
+}
+TWIN = Twin("zero", PROGRAMS, check, FAULTS, ENDS, programs_per_round=150)

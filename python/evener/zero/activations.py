@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from evener.errors import EvenerError
 from evener.zero.device import Device, Event
+from evener.zero.edges import unchanged, versioned
 from evener.zero.host import HostMemory
 from evener.zero.planner import HELD
 from evener.zero.spans import Spans
@@ -93,7 +94,7 @@ class Offload:
     pool: HostMemory
     _free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = field(default_factory=dict)
     _order: list[weakref.ref[_Saved]] = field(default_factory=list)
-    _leaving: list[tuple[Event, torch.Tensor]] = field(default_factory=list)
+    _leaving: list[tuple[Event, torch.Tensor, int]] = field(default_factory=list)
     _known: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[_Saved]]] = field(
         default_factory=dict
     )
@@ -125,13 +126,14 @@ class Offload:
                 )
             return None
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | _Saved:
+        stays = versioned(tensor)
         size = tensor.numel() * tensor.element_size()
         if size < SMALL or tensor.device != self.device.device or not tensor.is_floating_point():
-            return tensor
+            return stays
         # A subclass is more than its elements: lazy logits have a graph of their own.
         if type(tensor) not in (torch.Tensor, nn.Parameter) or not _dense(tensor):
-            return tensor
+            return stays
         storage, strides = tensor.untyped_storage(), tensor.stride()
         key = storage._cdata, tensor.storage_offset(), tensor.shape, strides, tensor._version
         if key in self._known:
@@ -141,7 +143,7 @@ class Offload:
                 return again
         home = self._room(tensor.numel(), tensor.dtype)
         if home is None:
-            return tensor
+            return stays
         self.device.wait("d2h", self.device.record("compute"))
         with self.device.on("d2h"), self.spans.device("copy", "d2h", "activations"):
             home.copy_(_flat(tensor.detach()), non_blocking=True)
@@ -152,10 +154,16 @@ class Offload:
         weakref.finalize(saved, self._free.setdefault((home.numel(), home.dtype), []).append, home)
         self._order.append(weakref.ref(saved))
         # The tensor's memory must not be reused before it has left: hold it until it has.
-        self._leaving.append((saved.out, tensor.detach()))
+        self._leaving.append((saved.out, *versioned(tensor.detach())))
         while self._leaving and (self._leaving[0][0].query() or len(self._leaving) > HELD - 2):
-            self._leaving.pop(0)[0].synchronize()
+            self._left()
         return saved
+
+    def _left(self) -> None:
+        """The first of those that are leaving is on the host, if it is as it was saved."""
+        out, tensor, version = self._leaving.pop(0)
+        out.synchronize()
+        unchanged(tensor, version)
 
     def _fetch(self, saved: _Saved) -> None:
         # Allocated where it is used, so that its memory goes round in that stream alone.
@@ -169,11 +177,11 @@ class Offload:
             saved.ready = self.device.record("h2d")
         self.device.reading("h2d", "compute")  # also if nobody asks for it
 
-    def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
+    def _unpack(self, saved: tuple[torch.Tensor, int] | _Saved) -> torch.Tensor:
+        if isinstance(saved, tuple):
+            return unchanged(*saved)
         while self._leaving:  # the last ones of the forward pass
-            self._leaving.pop(0)[0].synchronize()
+            self._left()
         if saved.back is None:
             self._fetch(saved)
         back, ready = saved.back, saved.ready

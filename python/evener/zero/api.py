@@ -212,7 +212,9 @@ PASSES = 32
 takes one or two; a graph that hooks hold together takes one per layer."""
 
 
-def _beside(machine: Machine, device: devices.Device, model: nn.Module, call: Call) -> Machine:
+def _beside(
+    machine: Machine, device: devices.Device, model: nn.Module, call: Call, budget: int
+) -> Machine:
     """With what the process has on the accelerator and is none of this model's or its example's
     (what a call takes is in the plan): the limit is on all of it. An engine that was closed is a
     cycle, so it is collected first: what autograd's nodes hold is garbage only when the nodes are
@@ -226,8 +228,12 @@ def _beside(machine: Machine, device: devices.Device, model: nn.Module, call: Ca
             for t in tensors if t.device == device.device}  # fmt: skip
     others = device.allocated() - sum(mine.values())
     if others > 10 << 20:
-        logger.info(
-            "%.2f GB of %s are held by something else in this process", others / 1e9, device.device
+        logger.log(
+            logging.WARNING if others > budget // 4 else logging.INFO,
+            "%.2f of the budget's %.2f GB of %s are held by something else in this process",
+            others / 1e9,
+            budget / 1e9,
+            device.device,
         )
     return replace(machine, held=max(0, others))
 
@@ -481,7 +487,8 @@ def _engine(
                 found = probe(device.device, settings.dtype, settings.moments, meet=meet)
             machine = found.machine
         profile = _rehearsed(profile, units, settings, device.device, machine, head)
-        machine = _beside(_loaded(machine, profile), device, model, call)
+        limit = budget_of(settings, device.device, 1).gpu
+        machine = _beside(_loaded(machine, profile), device, model, call, limit)
         # After the probe: what it found beside the allocator is without the communicators.
         tokens = _tokens(settings, batch)
         ranks, rate = joining.planned(units, settings, machine, device, tokens, profile)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +32,7 @@ from evener.zero.device import Device
 from evener.zero.passes import Passes
 from evener.zero.untouched import Attributes, kept_graphs, replace_kept
 from evener.zero.vocabulary import LazyLogits
+from evener.zero.wanting import asked
 
 LARGE_BUFFER = 16 << 20
 """Bytes of a buffer from which on it is not kept for every pass."""
@@ -40,15 +40,6 @@ LARGE_BUFFER = 16 << 20
 
 class NoRoomError(EvenerError):
     """A step needs more accelerator memory than the budget has, and no more room can be made."""
-
-
-def asked(error: BaseException) -> int:
-    """The bytes that an allocation asked for, by torch's message; 0 where it does not say."""
-    found = re.search(r"Tried to allocate ([\d.]+) ([KMGT]?i?B|bytes)", str(error))
-    if found is None:
-        return 0
-    units = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-    return int(float(found[1]) * units.get(found[2], 1))
 
 
 class _State:
@@ -267,7 +258,8 @@ class _Edge(torch.autograd.Function):
 class Boundary:
     """Stands in for `model.forward`. `check`: sees a pass's arguments before it runs; `room`:
     makes room for this many bytes and says whether it could; `retry`: whether a pass may run again
-    for want of memory (several ranks would wait for each other)."""
+    for want of memory (several ranks would wait for each other); `account`: who has the memory
+    when no more room can be made, and what to do, of the bytes that were asked for."""
 
     def __init__(
         self,
@@ -278,6 +270,7 @@ class Boundary:
         check: Callable[[tuple[Any, ...], dict[str, Any]], None],
         room: Callable[[int], bool],
         retry: bool,
+        account: Callable[[int], tuple[str, str]] | None = None,
     ) -> None:
         self.model = model
         self.passes = passes
@@ -291,6 +284,7 @@ class Boundary:
         self._check = check
         self._room = room
         self._retry = retry
+        self._account = account
         self._changing: dict[bool, list[torch.Tensor]] = {}
 
         # What torch.compile makes of a whole model would hold weights that come and go, so a pass
@@ -364,11 +358,15 @@ class Boundary:
             self.passes.abort()
             self.device.trim()
             if not self._room(max(wanted, 1) << min(tries, 6)):
-                raise NoRoomError(
-                    f"a step needs more accelerator memory than the budget has: {said}",
+                problem = f"a step needs more accelerator memory than the budget has: {said}"
+                fix = (
                     "raise the gpu budget, lower the batch, or give evener.checkpointing = "
-                    '"auto"; no weight was changed',
+                    '"auto"; no weight was changed'
                 )
+                if self._account is not None:
+                    of, way = self._account(wanted)
+                    problem, fix = f"{problem}; {of}", f"{way}; or {fix}"
+                raise NoRoomError(problem, fix)
             redo()
             tries += 1
             self.again += 1

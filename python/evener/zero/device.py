@@ -68,6 +68,10 @@ class Device(Protocol):
     def allocated(self) -> int:
         """Bytes of tensors that the process has there now (CUDA only; else 0)."""
 
+    def used(self) -> tuple[int, int]:
+        """Bytes of tensors of this process there now, and bytes of all that is not this process's
+        allocator: its context, other processes."""
+
     def limit(self, size: int) -> None:
         """The allocator gets no more than `size` bytes from the driver, until `unlimit`."""
 
@@ -145,6 +149,9 @@ class SimulatedDevice:
 
     def allocated(self) -> int:
         return 0
+
+    def used(self) -> tuple[int, int]:
+        return (self.ledger.used if self.ledger else 0), 0
 
     def limit(self, size: int) -> None:
         if self.ledger is not None:
@@ -248,6 +255,11 @@ class CudaDevice:
         with contextlib.suppress(AttributeError):  # the plan counts them, and they come again
             torch._C._cuda_clearCublasWorkspaces()
         return int(torch.cuda.memory_allocated(self.device))
+
+    def used(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(self.device)
+        outside = total - free - torch.cuda.memory_reserved(self.device)
+        return int(torch.cuda.memory_allocated(self.device)), int(outside)
 
     def limit(self, size: int) -> None:
         """Limit what torch allocates on this GPU in this process. What was cached is given

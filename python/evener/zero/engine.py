@@ -30,6 +30,7 @@ have copies of the states, gradients cross between them once per step (`ranks`, 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Container, Iterator
 from typing import Any, Protocol
 
@@ -61,6 +62,7 @@ from evener.zero.spans import Span, Spans
 from evener.zero.store import Store
 from evener.zero.updates import Updates
 from evener.zero.vocabulary import Head
+from evener.zero.wanting import account, explained
 
 
 class Saving(Protocol):
@@ -171,6 +173,7 @@ class Engine:
             early=traced is not None,
         )
         slots = slot_bytes(streams, store.formats)
+        self._fixed = slots + self._crossing_bytes()
         self.room = Room(
             store,
             device,
@@ -181,9 +184,7 @@ class Engine:
             plan=plan,
             ranks=self.world,
             shared=self.ranks.size > 1,
-            fixed=slots
-            + self._crossing_bytes()
-            + (plan.gpu_reserve + plan.gpu_held if plan else 0),
+            fixed=self._fixed + (plan.gpu_reserve + plan.gpu_held if plan else 0),
             slack=slack,
             buffers=self._early.buffers if self._early else None,
         )
@@ -207,6 +208,7 @@ class Engine:
             check=foresight.look,
             room=self.room.make,
             retry=self.ranks.size == 1,
+            account=self._account_of if plan else None,
         )
         for chunk in self.chunks():
             for piece in chunk.group.pieces:
@@ -252,6 +254,18 @@ class Engine:
         made.share(trained, gathered=stage == 3)
         return made
 
+    def _account_of(self, wanted: int) -> tuple[str, str]:
+        """Who has the accelerator's memory, between two passes."""
+        assert self.plan is not None
+        own = self._fixed + self.room.held() + sum(b.nbytes for b in self.module.buffers())
+        return account(self.plan, self.device, wanted, own)
+
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, torch's error for want of GPU memory says what the budget is, who has it and what
+        to do. The engine's own calls do it by themselves; around what else a step computes, such as
+        a second model, write `with engine.explained():`."""
+        return explained(self.plan, self.device)
+
     def _before(self) -> None:
         """Before a forward pass."""
         if self._early is not None:
@@ -267,8 +281,9 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass; floating-point inputs are cast to the compute dtype."""
-        args, kwargs = self.inputs(args, kwargs)
-        return self.module(*args, **kwargs)
+        with self.explained():
+            args, kwargs = self.inputs(args, kwargs)
+            return self.module(*args, **kwargs)
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A call's arguments on the accelerator, floating-point ones in the compute dtype. Raises
@@ -328,7 +343,8 @@ class Engine:
         """The backward pass of one micro-batch."""
         self._gradients.last = (self.micro_steps + 1) % self.accumulation == 0
         try:
-            self.scale(loss).backward()
+            with self.explained():
+                self.scale(loss).backward()
         except RuntimeError as error:
             if "through the graph a second time" not in str(error):
                 raise
@@ -474,8 +490,9 @@ class Engine:
     def step(self) -> None:
         """Update the weights and the learning rate, at the end of an accumulation; before it,
         nothing. Where the gradient is not finite, the step is skipped with a warning."""
-        if self.micro_steps % self.accumulation == 0 and self.update() and self.scheduler:
-            self.scheduler.step()
+        with self.explained():
+            if self.micro_steps % self.accumulation == 0 and self.update() and self.scheduler:
+                self.scheduler.step()
 
     def update(self, groups: list[dict[str, Any]] | None = None) -> bool:
         """Update the weights from all gradients since the last time; False where it was skipped.

@@ -109,8 +109,13 @@ class Ledger:
             self._check(size)
             self._beside += size
 
+    @property
+    def used(self) -> int:
+        """Bytes now, of both."""
+        return self.now + self._beside
+
     def _check(self, size: int) -> None:
-        used = self.now + self._beside
+        used = self.used
         if self.limit is not None and size > 0 and used + size > self.limit:
             raise torch.OutOfMemoryError(
                 f"out of memory. Tried to allocate {size / 2**20:.2f} MiB: {used} bytes of "

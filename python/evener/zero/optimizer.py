@@ -41,7 +41,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.together is not None:
             self.together.refuse()
-        self.engine.update()
+        with self.engine.explained():
+            self.engine.update()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -141,7 +142,8 @@ class Together:
         if len(self._asked) == len(self._optimizers):
             groups = [group for _, each in sorted(self._asked.items()) for group in each]
             self._asked.clear()
-            self._engine.update(groups)
+            with self._engine.explained():
+                self._engine.update(groups)
 
     def refuse(self) -> None:
         """Raise where some have been asked and others not."""

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from evener.zero import heads
 from evener.zero.activations import Offload
 from evener.zero.chunk import Chunk
+from evener.zero.edges import Edges, WrittenError, kept
 from evener.zero.gradients import Gradients
 from evener.zero.loading import Loading
 from evener.zero.spans import Spans
@@ -245,10 +245,11 @@ class Passes:
                 self.wake()
             if not torch.is_grad_enabled():
                 return body(*args, **kwargs)
+            edges = Edges((args, kwargs))
             if live.index in self.recompute:
                 if head is not None:  # made whole inside, they are whole when it is recomputed
                     args, kwargs = whole((args, kwargs))
-                with self.offload.hooks() if self.offload else contextlib.nullcontext():
+                with self.offload.hooks() if self.offload else kept():
                     out = checkpoint(
                         heads.recomputed(body),
                         *args,
@@ -256,33 +257,32 @@ class Passes:
                         preserve_rng_state=not self._tracing,
                         **kwargs,
                     )
+                if edges.written():
+                    raise WrittenError(f"block {live.unit.name}")
             else:
                 out = body(*args, **kwargs)
-            self._watch(live, (args, kwargs), (out, kept_graphs(inside)))
+            self._watch(live, edges, (out, kept_graphs(inside)))
             return out
 
         module.forward = forward
         self._wrapped.append((module, original, forward))
 
-    def _watch(self, live: _Live, inputs: Any, outputs: Any) -> None:
-        def tracked(tree: Any) -> list[torch.Tensor]:
-            return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.requires_grad]
-
-        out, into = tracked(outputs), tracked(inputs)
-        if not out:
+    def _watch(self, live: _Live, edges: Edges, outputs: Any) -> None:
+        ends = edges.ends(outputs)
+        if not ends:
             return
         live.handles.append(
-            register_multi_grad_hook(out, lambda *_: self._reached(live), mode="any")
+            register_multi_grad_hook(ends, lambda *_: self._reached(live), mode="any")
         )
-        if into:
+        if edges.inputs:
             live.inputs += 1
-            for x in into:
+            for x in edges.inputs:
                 given = self._given.get(id(x))
                 if given is not None and given[0]() is x:
                     given[1].shares = live.shares = True
                 else:
                     self._given[id(x)] = weakref.ref(x), live
-            live.handles.append(register_multi_grad_hook(into, lambda *_: self._inputs_done(live)))
+            live.handles += edges.on_begin(lambda: self._inputs_done(live))
 
     def _reached(self, live: _Live) -> None:
         if not live.in_backward:

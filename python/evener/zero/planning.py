@@ -38,7 +38,11 @@ class NoFitError(EvenerError):
         fix = "raise the budget, use moments=bf16 or int8, a smaller micro-batch, or more GPUs"
         if nearest:
             fix = "this would fit: " + "; or ".join(nearest)
-        super().__init__(plan.problem, fix)
+        problem = plan.problem
+        if plan.gpu_held >= 10 << 20:
+            held = plan.gpu_held / 1e9
+            problem += f"; {held:.2f} GB of the accelerator are other tensors of this process"
+        super().__init__(problem, fix)
         self.plan = plan
         self.nearest = list(nearest)
 
@@ -248,4 +252,13 @@ def cut_and_trace(
         stay |= profile.strays
         logger.info("always on the accelerator, as others read them: %s", ", ".join(sorted(stay)))
     logger.info("a step of this model: %s", said)
+    for number, unit in enumerate(units):
+        unit.once = unit.repeated and profile is not None and number not in profile.repeated
+    if config.checkpointing and any(unit.once for unit in units):
+        logger.log(
+            logging.INFO if config.checkpointing == "auto" else logging.WARNING,
+            "evener.checkpointing = %r: no block is recomputed, as something is written in place "
+            "to what it is given",
+            config.checkpointing,
+        )
     return units, profile

@@ -76,7 +76,8 @@ class Room:
         return [chunk for _, chunks in self._store.units for chunk in chunks]
 
     def _repeated(self) -> set[int]:
-        return {n for n, (unit, _) in enumerate(self._store.units) if unit.repeated}
+        units = [unit for unit, _ in self._store.units]
+        return {n for n, unit in enumerate(units) if unit.repeated and not unit.once}
 
     def forecast(self, profile: Profile) -> int:
         """Bytes that a step of this profile takes, everything where it is now."""

@@ -32,6 +32,7 @@ from evener.errors import EvenerError
 from evener.zero import launches
 from evener.zero.answers import Answers, Readers
 from evener.zero.device import SimulatedDevice
+from evener.zero.edges import WrittenError
 from evener.zero.heads import in_parts
 from evener.zero.loss import cross_entropy
 from evener.zero.meter import Ledger, Meter, tensors
@@ -209,7 +210,10 @@ def trace(
         if recompute or not runs:
             with _remembered(units, calls):
                 given = model, units, args, kwargs, device, dtype, chunked, head
-                runs.append(_run(*given, recompute, cores, draw))
+                try:
+                    runs.append(_run(*given, recompute, cores, draw))
+                except WrittenError:
+                    repeated = frozenset()
     plain, forward, backward, strays, lost, asked = runs[0]
     again, _, slow, more, also, _ = runs[-1]
     leaves = [x for x in tree_leaves((list(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
@@ -363,7 +367,7 @@ def _run(
                 backward = _work(meter)
                 recorder.close()
                 del loss, out, inputs, named
-        except TraceError:
+        except (TraceError, WrittenError):
             raise
         except Exception as error:
             raise TraceError(

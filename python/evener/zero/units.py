@@ -84,6 +84,8 @@ class Unit:
     module: nn.Module | None
     groups: list[Group]
     repeated: bool = False
+    once: bool = False
+    """It cannot be recomputed, as something is written in place to what it is given."""
 
     @property
     def numel(self) -> int:

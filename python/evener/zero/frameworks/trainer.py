@@ -9,6 +9,7 @@ imported here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -119,6 +120,11 @@ def trainer(
                 own = {"lr": self.args.learning_rate, "weight_decay": self.args.weight_decay}
                 self.optimizer: Any = MuonAdamW(self.model, **{**own, **options})
             return super().create_optimizer(*args, **kwargs)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            engine = vars(self.accelerator).get("evener")
+            with engine.explained() if engine is not None else contextlib.nullcontext():
+                return super().training_step(*args, **kwargs)
 
         def _has_mixed_mesh_grads(self, model: Any) -> bool:
             """No gradient is a DTensor. transformers 5.24 would read them to find out."""

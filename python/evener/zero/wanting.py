@@ -1,0 +1,69 @@
+"""What torch's error says where GPU memory is wanting: the budget of the engine, what was planned,
+what something else holds, and what to do. The caller's own loss, or a model beside the engine, can
+run out of memory too, and nothing else would name the budget then."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+
+from evener.zero.device import Device
+from evener.zero.planner import Plan
+
+SAID = "evener: "
+"""What the line begins with; an error has it once."""
+
+
+def asked(error: BaseException) -> int:
+    """The bytes that an allocation asked for, by torch's message; 0 where it does not say."""
+    found = re.search(r"Tried to allocate ([\d.]+) ([KMGT]?i?B|bytes)", str(error))
+    if found is None:
+        return 0
+    units = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+    return int(float(found[1]) * units.get(found[2], 1))
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def account(plan: Plan, device: Device, wanted: int, own: int | None = None) -> tuple[str, str]:
+    """(what the budget is and who has it, what to do), of an allocation of `wanted` bytes that
+    failed. `own`: bytes that the engine has there now; where it is not known, what was planned at
+    most."""
+    known = own is not None
+    used, outside = device.used()
+    own = plan.gpu_bytes - plan.gpu_reserve - plan.gpu_held if own is None else own
+    others = max(0, used - own)
+    outside = max(0, outside - plan.gpu_reserve)
+    problem = (
+        f"evener.budget.gpu is {_gb(plan.budget.gpu)}, the plan is of {_gb(plan.gpu_bytes)}, and "
+        f"{_gb(used)} of tensors are there: {'' if known else 'at least '}{_gb(others)} are not "
+        f"the engine's ({_gb(plan.gpu_held)} when it was planned)"
+    )
+    if outside >= 1 << 28:
+        problem += f", and other processes have about {_gb(outside)}"
+    # What came since the plan, and what did not fit.
+    more = max(0, others - plan.gpu_held) + wanted
+    enough = max(1, math.ceil((max(plan.budget.gpu, plan.gpu_bytes) + more) / 1e9))
+    return problem, (
+        f'give evener.budget.gpu = "{enough}GB" where the GPU has it, fewer rows, or make what is '
+        "beside the engine before zero.initialize, which then plans with it"
+    )
+
+
+@contextlib.contextmanager
+def explained(plan: Plan | None, device: Device) -> Iterator[None]:
+    """Inside, an error of the allocator gets a line more."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if plan is not None and SAID not in str(error):
+            problem, fix = account(plan, device, asked(error))
+            # `add_note` is of Python 3.11, and not in what loggers print.
+            error.args = (f"{error}\n{SAID}{problem}\n  fix: {fix}",)
+        raise
