@@ -118,7 +118,7 @@ soak-net: $(STAMPS)/native $(STAMPS)/plugin ## 3.6 million messages through the 
 
 soak-embedding: ## 8 threads insert, step, look up, evict and save for 10 minutes against a model
 	EVENER_SOAK_SECONDS=$${EVENER_SOAK_SECONDS:-600} cargo test --locked -p evener-embedding --test snapshot \
-		threads_that_insert -- --nocapture
+		--config profile.dev.package.evener-embedding.opt-level=2 threads_that_insert -- --nocapture
 
 # The plus sign: not held back until its end, as the others' output is.
 test-python: $(STAMPS)/native $(STAMPS)/plugin
