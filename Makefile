@@ -46,11 +46,13 @@ $(STAMPS)/native: $(STAMPS)/deps $(RUST)
 	@$(BIN)/maturin develop --quiet --release --locked --uv
 	@touch $@
 
-# No package of Python is needed for it: `setup` builds it while they are fetched.
+# No package of Python is needed for it: `setup` builds it while they are fetched. As maturin builds the
+# native module: as a library for C alone, so that the crates of both are compiled once.
 $(STAMPS)/plugin: $(RUST) | preflight
 	@echo "building the NCCL plug-in and TensorFlow's ops"
 	@mkdir -p $(STAMPS)
-	@cargo build --quiet --release --locked -p evener-nccl -p evener-tensorflow
+	@cargo rustc --quiet --release --locked -p evener-nccl --lib --crate-type cdylib
+	@cargo rustc --quiet --release --locked -p evener-tensorflow --lib --crate-type cdylib
 	@mkdir -p python/evener/lib
 	@cp target/release/libnccl_net_evener.so python/evener/lib/.part.so
 	@mv python/evener/lib/.part.so python/evener/lib/libnccl-net-evener.so
