@@ -115,19 +115,23 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def _statements(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    every = ast.walk(_tree(path))
+    return tuple(node for node in every if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def imports(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str, str]]:
     """(line, module, name) of what a file imports of evener; name: "" for the module itself."""
-    for node in ast.walk(_tree(path)):
+    for node in _statements(path):
         if isinstance(node, ast.Import):
             found = [(alias.name, "") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = node.module or ""
             found = [
                 (inner, "") if (inner := f"{base}.{alias.name}") in known else (base, alias.name)
                 for alias in node.names
             ]
-        else:
-            continue
         yield from ((node.lineno, *each) for each in found if each[0].split(".")[0] == "evener")
 
 

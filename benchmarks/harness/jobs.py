@@ -24,6 +24,8 @@ from typing import Any
 from evener.base.ports import free_port
 from evener.tools.lab import Lab, Spec
 
+from .causes import cause
+
 MARK = "RESULT "
 
 
@@ -36,12 +38,13 @@ def say(**found: Any) -> None:
 class Job:
     """What became of processes.
 
-    `errors`: lines that name an error or a warning of NCCL's. `peak`: bytes of host memory, at the
-    most, of a process that was ended at its limit.
+    `errors`: lines that name an error or a warning of NCCL's. `cause`: the first error, where that
+    is known. `peak`: bytes of host memory, at the most, of a process that was ended at its limit.
     """
 
     said: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    cause: str = ""
     status: int = 0
     seconds: float = 0.0
     peak: int = 0
@@ -51,7 +54,8 @@ class Job:
         """Why there is no result, empty where there is one."""
         if self.said and not self.status:
             return ""
-        return "; ".join([f"status {self.status}", *self.errors[-2:]])[:500]
+        why = [self.cause] if self.cause else self.errors[-2:]
+        return "; ".join([f"status {self.status}", *why])[:500]
 
     @property
     def row(self) -> dict[str, Any]:
@@ -93,7 +97,7 @@ def again(
     Past `limit` seconds it is ended: status -9. `launcher` starts it, as torchrun does.
     """
     argv = [*launcher, str(Path(sys.argv[0]).resolve()), *words]
-    job, began = Job(), time.perf_counter()
+    job, late, began = Job(), "", time.perf_counter()
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -106,7 +110,7 @@ def again(
             job.status = process.returncode
         except subprocess.TimeoutExpired:
             text, job.status = "", -9
-            job.errors.append(f"ran past {limit:.0f} s")
+            job.errors.append(late := f"ran past {limit:.0f} s")
             status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
             job.peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
         with contextlib.suppress(ProcessLookupError):
@@ -114,7 +118,10 @@ def again(
         for line in text.splitlines():
             job.hear(0, "stdout", line)
         errors.seek(0)
-        last = [line.strip()[:300] for line in errors.read().splitlines()[-20:]]
+        told = errors.read()
+        if job.status:
+            job.cause = "; ".join(filter(None, [late, cause(told)]))
+        last = [line.strip()[:300] for line in told.splitlines()[-20:]]
         job.errors = [*last, *job.errors]
     job.seconds = time.perf_counter() - began
     return job

@@ -29,12 +29,18 @@ match given.kind:
         bad = harness.again("--kind", "bad", limit=60)
         late = harness.again("--kind", "late", limit=0.5)
         world = harness.ranks("--kind", "rank", limit=60)
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+        led = harness.again("--kind", "second", limit=60, launcher=torchrun)
         harness.keep(given, ["pytest", "absent"], good=good.row, bad=bad.failed,
-                     late=late.row, world=world.said)
+                     late=late.row, world=world.said, led=led.row)
     case "good":
         harness.say(seen=os.environ["SEEN"])
     case "bad":
         raise ValueError("the third step")
+    case "second":
+        if os.environ["RANK"] == "1":
+            raise ValueError("the third step")
+        time.sleep(60)
     case "late":
         time.sleep(60)
     case "rank":
@@ -118,10 +124,58 @@ def test_a_record_has_all_that_a_figure_was_made_with(tmp_path: Path) -> None:
     assert found["date"].endswith("Z")
     assert str(tmp_path) not in out.read_text()
     assert found["good"] == {"seen": "yes"}
-    assert "ValueError: the third step" in found["bad"] and "status 1" in found["bad"]
+    assert found["bad"] == "status 1; ValueError: the third step (some_benchmark.py:25)"
+    assert found["led"]["failed"].startswith("status 1; ValueError: the third step (some_benchmark")
     assert found["late"] == {"failed": "status -9; ran past 0 s"}
     assert sorted(one["rank"] for one in found["world"]) == ["0", "1"]
     assert {one["of"] for one in found["world"]} == {"2"}
+
+
+TOLD = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/a/train.py", line 8, in <module>
+[rank0]:     dist.barrier()
+[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:19879
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/a/train.py", line 6, in <module>
+[rank1]:     step()
+[rank1]:   File "/a/steps.py", line 31, in step
+[rank1]:     raise ValueError("the third step")
+[rank1]: ValueError: the third step
+E1129 22:23:00.319 12415 api.py:986] failed (exitcode: 1) local_rank: 1 of binary: python
+"""
+TORCHRUN = """\
+Traceback (most recent call last):
+  File "/torch/distributed/launcher/api.py", line 317, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+train.py FAILED
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 12760)
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 12761)
+  traceback : Signal 9 (SIGKILL) received by PID 12761
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (TOLD + TORCHRUN, "rank 1: ValueError: the third step (steps.py:31)"),
+        (TOLD, "rank 0: RuntimeError: Connection closed by peer [127.0.0.1]:19879 (train.py:8)"),
+        (TOLD.replace("[rank1]: ", "") + TORCHRUN, "rank 0: RuntimeError: Connection closed by "
+         "peer [127.0.0.1]:19879 (train.py:8)"),
+        (TORCHRUN, "rank 1 ended with status -9"),
+        ("a warning\nerror: --np is 0\n  fix: give 1\n", "error: --np is 0"),
+        ("no error: all is well\n", ""),
+    ],
+)  # fmt: skip
+def test_the_first_error_of_a_job(harness: ModuleType, text: str, why: str) -> None:
+    assert harness.causes.cause(text) == why
 
 
 def test_rows_are_kept_over_calls(harness: ModuleType, tmp_path: Path) -> None:

@@ -453,7 +453,8 @@ fn agree(with: impl Fn(Options) -> Options) {
     };
     let options = with(options);
     let store = Store::new(options.clone()).unwrap();
-    let seconds = std::env::var("EVENER_SOAK_SECONDS").map_or(1, |s| s.parse().unwrap());
+    // About 130 steps in all for each second, and 800 where it is optimized (two busy cores).
+    let seconds = std::env::var("EVENER_SOAK_SECONDS").map_or(6, |s| s.parse().unwrap());
     let end = std::time::Instant::now() + std::time::Duration::from_secs(seconds);
     std::thread::scope(|scope| {
         for thread in 0..6i64 {
