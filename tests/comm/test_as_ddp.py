@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -350,6 +352,28 @@ def uneven_average(wrap: Wrap, rank: int) -> Result:
     return weights(model.module)
 
 
+def uneven_update(wrap: Wrap, rank: int) -> Result:
+    """A rank without inputs goes on updating its share of the weights, by its own last gradients:
+    DDP does not touch them."""
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
+    model = wrap(model, optimizer)
+    held, before = torch.zeros(()), torch.zeros(())
+    for epoch in range(2):
+        with Join([model, optimizer]):
+            for step in range(3 + 4 * (rank if epoch else 1 - rank)):
+                optimizer.zero_grad()
+                model(data(10 * epoch + step, rank), step != 1).square().mean().backward()
+                optimizer.step()
+                if epoch == 0 and step == 2 and rank == 1:  # its last one
+                    held = next(model.parameters()).grad
+                    before = held.clone()
+    ends = [torch.zeros(4, 16, 16) for _ in range(2)]
+    last = [layer.weight.grad for layer in model.module.a.layers]
+    dist.all_gather(ends, torch.stack([*last, held - before + torch.zeros(16, 16)]))
+    return weights(model.module, ends=torch.stack(ends))
+
+
 def early_end(wrap: Wrap, rank: int) -> Result:
     """All stop where one has no more inputs."""
     model = DistributedDataParallel(Layers())
@@ -611,6 +635,7 @@ PROGRAMS = (
     static_later,
     uneven,
     uneven_average,
+    uneven_update,
     early_end,
     made_plain_again,
 )

@@ -122,7 +122,11 @@ class Steps:
             self._recorder.mark("forward_ended")
 
     def shadow(self) -> None:
-        """A step of the other ranks, to which this one brings nothing: it has no more inputs."""
+        """A step of the other ranks, to which this one brings nothing: it has no more inputs.
+
+        Its gradients stay those of its own last step, as DDP leaves them: an optimizer that joins
+        too (ZeroRedundancyOptimizer) goes on from these.
+        """
         self.finish("join()")
         self.reducer.arrivals.active = True
         with torch.enable_grad():
@@ -130,11 +134,17 @@ class Steps:
             self.finish("join()")
             if self.overlap is not None:
                 self.overlap.forward_ended()
+        self.reducer.keep_apart()
+        last = [parameter.grad for parameter in self.reducer.parameters]
         for parameter in self.reducer.parameters:
-            parameter.grad = None  # of its own last step
+            parameter.grad = None
+        needs_all, self.reducer.unused.needs_all = self.reducer.unused.needs_all, False
         self.reducer.flush()
+        self.reducer.unused.needs_all = needs_all
         self.reducer.arrivals.holds = False
         self.reducer.apply()
+        for parameter, gradient in zip(self.reducer.parameters, last, strict=True):
+            parameter.grad = gradient
         self.reducer.arrivals.active = False
         if self._recorder is not None:  # without the other marks: it tells nothing
             self._recorder.mark("landed")
