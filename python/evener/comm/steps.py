@@ -138,9 +138,9 @@ class Steps:
         last = [parameter.grad for parameter in self.reducer.parameters]
         for parameter in self.reducer.parameters:
             parameter.grad = None
-        needs_all, self.reducer.unused.needs_all = self.reducer.unused.needs_all, False
+        self.reducer.unused.joined = True
         self.reducer.flush()
-        self.reducer.unused.needs_all = needs_all
+        self.reducer.unused.joined = False
         self.reducer.arrivals.holds = False
         self.reducer.apply()
         for parameter, gradient in zip(self.reducer.parameters, last, strict=True):
