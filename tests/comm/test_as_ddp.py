@@ -343,13 +343,20 @@ def uneven(wrap: Wrap, rank: int) -> Result:
 
 
 def uneven_average(wrap: Wrap, rank: int) -> Result:
-    """The average over those that have inputs: here over one of two."""
-    model = DistributedDataParallel(Layers(), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = wrap(model, optimizer)
+    """The average over those that have inputs: here over one of two. `b` keeps the gradient of the
+    first step, in which alone it is used."""
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.module.a.parameters(), lr=0.1)
+    model = wrap(model)
     with model.join(divide_by_initial_world_size=False):
-        train(model, optimizer, rank, 3 + 4 * rank)
-    return weights(model.module)
+        for step in range(3 + 4 * rank):
+            optimizer.zero_grad()
+            model(data(step, rank), step == 0).square().mean().backward()
+            optimizer.step()
+    kept = [parameter.grad for parameter in model.module.b.parameters()]
+    ends = [torch.zeros(sum(g.numel() for g in kept)) for _ in range(2)]
+    dist.all_gather(ends, torch.cat([g.flatten() for g in kept]))
+    return weights(model.module, ends=torch.stack(ends))
 
 
 def uneven_update(wrap: Wrap, rank: int) -> Result:

@@ -150,15 +150,17 @@ class Steps:
             self._recorder.mark("landed")
         self._turn()
 
-    def backward_ended(self, at_once: bool = False) -> None:
+    def backward_ended(self, at_once: bool = False) -> frozenset[int]:
         """A backward that brought gradients has ended: reduce what is missing, bring it in.
 
-        `at_once`: nothing is left on its way.
+        `at_once`: nothing is left on its way. Returns the indices of the parameters that no rank
+        used, and whose gradients are as they were.
         """
         recorder = self._recorder
         if recorder is not None:  # what was held back leaves now: that is not backward's
             recorder.mark("backward_ended")
         self.reducer.flush()
+        alone = self.reducer.left_alone
         self.reducer.arrivals.holds = False
         if self.overlap is None:
             self.reducer.apply()
@@ -167,6 +169,7 @@ class Steps:
         if recorder is not None:
             recorder.mark("landed")
         self._turn()
+        return alone
 
     def finish(self, reason: str) -> None:
         """Bring in what is on its way across the step; see `StepOverlap.finish`."""
