@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -341,13 +343,42 @@ def uneven(wrap: Wrap, rank: int) -> Result:
 
 
 def uneven_average(wrap: Wrap, rank: int) -> Result:
-    """The average over those that have inputs: here over one of two."""
-    model = DistributedDataParallel(Layers(), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = wrap(model, optimizer)
+    """The average over those that have inputs: here over one of two. `b` keeps the gradient of the
+    first step, in which alone it is used."""
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.module.a.parameters(), lr=0.1)
+    model = wrap(model)
     with model.join(divide_by_initial_world_size=False):
-        train(model, optimizer, rank, 3 + 4 * rank)
-    return weights(model.module)
+        for step in range(3 + 4 * rank):
+            optimizer.zero_grad()
+            model(data(step, rank), step == 0).square().mean().backward()
+            optimizer.step()
+    kept = [parameter.grad for parameter in model.module.b.parameters()]
+    ends = [torch.zeros(sum(g.numel() for g in kept)) for _ in range(2)]
+    dist.all_gather(ends, torch.cat([g.flatten() for g in kept]))
+    return weights(model.module, ends=torch.stack(ends))
+
+
+def uneven_update(wrap: Wrap, rank: int) -> Result:
+    """A rank without inputs goes on updating its share of the weights, by its own last gradients:
+    DDP does not touch them. What it used last counts as used for the others."""
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
+    model = wrap(model, optimizer)
+    held, before = torch.zeros(()), torch.zeros(())
+    for epoch in range(2):
+        with Join([model, optimizer]):
+            for step in range(3 + 4 * (rank if epoch else 1 - rank)):
+                optimizer.zero_grad()
+                model(data(10 * epoch + step, rank), step in (0, 2, 5)).square().mean().backward()
+                optimizer.step()
+                if epoch == 0 and step == 2 and rank == 1:  # its last one
+                    held = next(model.parameters()).grad
+                    before = held.clone()
+    ends = [torch.zeros(4, 16, 16) for _ in range(2)]
+    last = [layer.weight.grad for layer in model.module.a.layers]
+    dist.all_gather(ends, torch.stack([*last, held - before + torch.zeros(16, 16)]))
+    return weights(model.module, ends=torch.stack(ends))
 
 
 def early_end(wrap: Wrap, rank: int) -> Result:
@@ -611,6 +642,7 @@ PROGRAMS = (
     static_later,
     uneven,
     uneven_average,
+    uneven_update,
     early_end,
     made_plain_again,
 )

@@ -112,6 +112,7 @@ ENVIRONMENTS = {
         "torchfm",
         "pytorch-widedeep",
     ),
+    "more": ("mmengine", "lightly", "torch-geometric", "schedulefree"),
     # The last releases that know Horovod.
     "horovod": (
         "pytorch-lightning<2",
@@ -132,6 +133,14 @@ CASES = (
     *(
         Case(kind, "", "kinds", args=(kind,))
         for kind in ("swa", "siamese", "teacher", "penalty", "maml", "policy", "albert", "depth")
+    ),
+    *(
+        Case(kind, "", "architectures", args=(kind,))
+        for kind in ("scan", "mixing", "graph", "convnext", "flow", "queue")
+    ),
+    *(
+        Case(kind, "", "optimizers", args=(kind,))
+        for kind in ("redundancy", "uneven", "muon", "free", "replay")
     ),
     Case("torchvision", "torchvision", "torchvision_reference"),
     Case("trainer", "transformers", "trainer"),
@@ -173,7 +182,12 @@ CASES = (
     Case("fsdp-titan", "torchtitan", "fsdp_titan", env="titan", doors=FSDP),
     Case("fsdp-dit", "diffusers", "fsdp_models", args=("dit",), doors=FSDP),
     Case("fsdp-experts", "transformers", "fsdp_models", args=("experts",), doors=FSDP),
+    Case("mmengine", "mmengine", "mmengine_runner", env="more"),
+    Case("lightly-dino", "lightly", "lightly_dino", env="more"),
+    Case("lightly-simclr", "lightly", "lightly_dino", env="more", args=("--simclr",)),
+    Case("geometric", "torch-geometric", "geometric", env="more"),
     Case("composer", "mosaicml", "composer_fit", env="composer"),
+    Case("horovod-uneven", "", "horovod_uneven", doors=("horovod",)),
     Case("lightning-1.9", "pytorch-lightning", "horovod_lightning", "horovod", doors=("horovod",)),
     Case("ignite", "pytorch-ignite", "horovod_ignite", "horovod", doors=("horovod",)),
     Case("open-clip", "open_clip_torch", "horovod_open_clip", "horovod", doors=("horovod",)),

@@ -514,10 +514,10 @@ class Reducer:
         self.finish("")
         self.arrivals.detach()
         self.arrivals.active = False
-        self._keep_views_apart()
+        self.keep_apart()
         self._resting = self.buckets.release()
 
-    def _keep_views_apart(self) -> None:
+    def keep_apart(self) -> None:
         """No gradient lies in a bucket any more; who holds one keeps it as it is."""
         kept = set(self.buckets.kept(patient=False))
         for index, parameter in enumerate(self.parameters):

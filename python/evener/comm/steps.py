@@ -122,7 +122,11 @@ class Steps:
             self._recorder.mark("forward_ended")
 
     def shadow(self) -> None:
-        """A step of the other ranks, to which this one brings nothing: it has no more inputs."""
+        """A step of the other ranks, to which this one brings nothing: it has no more inputs.
+
+        Its gradients stay those of its own last step, as DDP leaves them: an optimizer that joins
+        too (ZeroRedundancyOptimizer) goes on from these.
+        """
         self.finish("join()")
         self.reducer.arrivals.active = True
         with torch.enable_grad():
@@ -130,25 +134,33 @@ class Steps:
             self.finish("join()")
             if self.overlap is not None:
                 self.overlap.forward_ended()
+        self.reducer.keep_apart()
+        last = [parameter.grad for parameter in self.reducer.parameters]
         for parameter in self.reducer.parameters:
-            parameter.grad = None  # of its own last step
+            parameter.grad = None
+        self.reducer.unused.joined = True
         self.reducer.flush()
+        self.reducer.unused.joined = False
         self.reducer.arrivals.holds = False
         self.reducer.apply()
+        for parameter, gradient in zip(self.reducer.parameters, last, strict=True):
+            parameter.grad = gradient
         self.reducer.arrivals.active = False
         if self._recorder is not None:  # without the other marks: it tells nothing
             self._recorder.mark("landed")
         self._turn()
 
-    def backward_ended(self, at_once: bool = False) -> None:
+    def backward_ended(self, at_once: bool = False) -> frozenset[int]:
         """A backward that brought gradients has ended: reduce what is missing, bring it in.
 
-        `at_once`: nothing is left on its way.
+        `at_once`: nothing is left on its way. Returns the indices of the parameters that no rank
+        used, and whose gradients are as they were.
         """
         recorder = self._recorder
         if recorder is not None:  # what was held back leaves now: that is not backward's
             recorder.mark("backward_ended")
         self.reducer.flush()
+        alone = self.reducer.left_alone
         self.reducer.arrivals.holds = False
         if self.overlap is None:
             self.reducer.apply()
@@ -157,6 +169,7 @@ class Steps:
         if recorder is not None:
             recorder.mark("landed")
         self._turn()
+        return alone
 
     def finish(self, reason: str) -> None:
         """Bring in what is on its way across the step; see `StepOverlap.finish`."""

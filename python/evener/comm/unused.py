@@ -25,20 +25,28 @@ class Unused:
     def __init__(self, names: Sequence[str], communicators: Communicators) -> None:
         # Whether all are expected to bring one, and have: then it is worth a warning, once.
         self.needs_all = False
+        # Whether this step is one of the others' alone: this rank has no more inputs (join()).
+        self.joined = False
         self._names = names
         self._communicators = communicators
         self._asked: Any = None  # in the last step
+        self._last: torch.Tensor | None = None  # its answer
 
     def ask(self, used: Sequence[bool]) -> frozenset[int]:
         """Those that no rank used; `used`: by parameter, on this one. Collective.
 
         A rank that used all has its answer: it takes part, and waits for nobody. So the
         question costs a model of which all is used nothing (transformers' Trainer always asks it).
+        A rank that has joined gives the last answer again, as DDP's does: what was used in its last
+        step, or since, counts as used until the others have joined too.
         """
         if self._asked is not None:
             self._asked.wait()
             self._asked = None
         anywhere = torch.tensor(used, dtype=torch.int32)
+        if self.joined and self._last is not None:
+            anywhere = torch.maximum(anywhere, self._last)
+        self._last = anywhere
         control = self._communicators.control.handle
         work = dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=control, async_op=True)
         if all(used):
@@ -49,7 +57,7 @@ class Unused:
 
     def look(self, used: Sequence[bool], step: int) -> None:
         """Warn, the first time, of what was not used on this rank and counts as zeros."""
-        if not self.needs_all or all(used):
+        if self.joined or not self.needs_all or all(used):
             return
         self.needs_all = False
         names = [name for name, was in zip(self._names, used, strict=True) if not was]

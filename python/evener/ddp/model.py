@@ -138,10 +138,10 @@ class AcceleratedDataParallel(DistributedDataParallel):
     def backward_ended(self) -> None:
         """A backward that brought gradients has ended."""
         self._evener_expects = False
-        self.evener_steps.backward_ended(at_once=self._evener_share != 1.0)
+        alone = self.evener_steps.backward_ended(at_once=self._evener_share != 1.0)
         if self._evener_share != 1.0:
-            for parameter in self.evener.parameters:
-                if parameter.grad is not None:
+            for index, parameter in enumerate(self.evener.parameters):
+                if parameter.grad is not None and index not in alone:
                     parameter.grad.mul_(self._evener_share)
         # A backward that goes round the model's forward is the program's own, on this rank alone.
         self.evener.arrivals.active = False
