@@ -1,8 +1,9 @@
-"""net: NCCL's reader polls buffers while they fill, over networks that lose and reorder and have unequal paths.
+"""net: NCCL's reader polls buffers while they fill, over networks with unequal, lossy paths.
 
 A program is a network and the messages that go over it. Evener carries them between two hosts of a
 lab; the reader is crates/engine/examples/lines.rs, and the plain reference is what was sent: every
-line is there when its flag is, and all of a message's are when its request is finished. The engines stay up between programs.
+line is there when its flag is, and all of a message's are when its request is finished. The engines
+stay up between programs.
 
 The faults are those of crates/proto/src/faults.rs, which the example is built with.
 """
