@@ -154,6 +154,8 @@ def statistics(rank: int, _: int) -> None:
     x = torch.zeros(4, 8)
     policy._probe(lambda: model(x).square().mean())
     assert plain[1].running_mean.eq(rank).all()
+    model(x).sum().backward()  # sends them, as it would have without a look
+    assert plain[1].running_mean.abs().max() < 0.5
 
 
 def test_a_look_leaves_each_ranks_statistics() -> None:

@@ -234,5 +234,5 @@ TWIN = Twin(
     programs=programs(),
     check=check,
     faults={name: (lambda name=name: _switch.put(name)) for name in FAULTS},
-    programs_per_round=300,
+    programs_per_round=200,
 )
