@@ -206,7 +206,7 @@ def _scaler(**methods: Any) -> Any:
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         plain(self, *arguments, **options)
         for name, method in methods.items():
-            setattr(self.scaler, name, method)
+            setattr(self.scaler, name, functools.partial(method, self.scaler))
 
     return mock.patch.object(Policy, "__init__", init)
 
@@ -222,8 +222,10 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "a loss that is not finite is stepped": lambda: _all_is_finite("torch"),
     "a loop's loss that is not finite is stepped": lambda: _all_is_finite("hooks"),
     "a loop gets half outputs": lambda: mock.patch.object(hooks, "_wide", lambda out: out),
-    "gradients keep the loss scale": lambda: _scaler(step=lambda optimizer: optimizer.step()),
-    "the loss scale stays": lambda: _scaler(update=lambda: None),
+    "gradients keep the loss scale": lambda: _scaler(step=lambda _, optimizer: optimizer.step()),
+    "the loss scale stays": lambda: _scaler(
+        update=lambda scaler: type(scaler).update(scaler, 65536.0)
+    ),
     "each rank decides alone": _alone,
     "precision is the cause of all": lambda: mock.patch.object(
         rules.Machine, "_precision_is_the_cause", lambda *_: True
@@ -234,5 +236,6 @@ TWIN = Twin(
     programs=programs(),
     check=check,
     faults={name: (lambda name=name: _switch.put(name)) for name in FAULTS},
+    ends={"a loop gets half outputs": "Found dtype Float but expected BFloat16"},
     programs_per_round=200,
 )
