@@ -103,13 +103,16 @@ def test_drifting_data_switch_nothing() -> None:
     assert policy.machine.switches == before
 
 
-def test_the_probe_leaves_the_model_as_it_is() -> None:
+@pytest.mark.parametrize("look", ["_probe", "_zeroed"])
+def test_a_look_leaves_the_model_as_it_is(look: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
     policy = precision.follow(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x, y = batch(0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    difference = policy._probe(lambda: nn.functional.cross_entropy(model(x), y))
+    state = torch.get_rng_state()
+    difference = getattr(policy, look)(lambda: nn.functional.cross_entropy(model(x), y))
     assert 0 <= difference < 0.05
+    assert torch.equal(torch.get_rng_state(), state)
     assert model.training and model[1].training
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -138,6 +141,25 @@ def ranks(rank: int, size: int) -> list[tuple[int, str]]:
     train(policy, 20, 120)
     assert math.isfinite(policy.machine._slow)
     return [(event.step, event.cause) for event in policy.events]
+
+
+def statistics(rank: int, _: int) -> None:
+    """DistributedDataParallel sends rank 0's statistics in each forward pass, in a probe's too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model = nn.parallel.DistributedDataParallel(plain)
+    policy = precision.follow(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        plain[1].running_mean.fill_(rank)
+    x = torch.zeros(4, 8)
+    policy._probe(lambda: model(x).square().mean())
+    assert plain[1].running_mean.eq(rank).all()
+    model(x).sum().backward()  # sends them, as it would have without a look
+    assert plain[1].running_mean.abs().max() < 0.5
+
+
+def test_a_look_leaves_each_ranks_statistics() -> None:
+    worlds.run([2], statistics)
 
 
 def test_ranks_switch_in_the_same_step() -> None:

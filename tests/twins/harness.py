@@ -28,8 +28,6 @@ from hypothesis.internal.conjecture.engine import ConjectureRunner
 from hypothesis.strategies import SearchStrategy
 
 Program = Any
-NEEDS = {"zero_sequence": "transformers"}
-"""Twins that are left out where another package is not installed."""
 KEPT = Path(__file__).parent / "kept"
 TRACED = "Traceback (most recent call last):\n"
 # What Python raises where a patch does not fit the code around it any more.
@@ -100,9 +98,7 @@ def names() -> list[str]:
     return sorted(
         path.stem
         for path in Path(__file__).parent.glob("*.py")
-        if path.stem not in other
-        and not path.stem.startswith(("test_", "_"))
-        and (path.stem not in NEEDS or importlib.util.find_spec(NEEDS[path.stem]))
+        if path.stem not in other and not path.stem.startswith(("test_", "_"))
     )
 
 

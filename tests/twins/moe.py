@@ -2,7 +2,8 @@
 
 A program is a layer (router, experts, top-k, groups, capacity, shared expert), batches (also empty
 ones, and choices of nobody) and what a user does with them: train, accumulate, clip, skip, move the
-router's bias, evaluate, save, and go on elsewhere; in one process, or with experts over two.
+router's bias, move experts, evaluate, save, and go on elsewhere; in one process, or with experts
+over two.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +27,8 @@ from evener.errors import UsageError
 from tests.twins._ranks import Ranks, Switch
 from tests.twins.harness import Program, Twin
 
+# Modules whose names are those of functions of the package.
+_BALANCE, _SPREAD = (importlib.import_module(f"evener.moe.{n}") for n in ("balance", "spread"))
 _MATRICES = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -178,12 +182,16 @@ def _run(rank: int, size: int, program: Program) -> str:
             _direct(program, ours, plain, parts, rank, step)
             continue
         if op == "save":
+            states = moe.optimizer_state(ours, optimizer) if size > 1 else None
             ours = _elsewhere(program, ours, size)
             # Counts are not saved, nor are gradients.
             plain.load, plain.seen = torch.zeros(2, program["experts"])
             other.zero_grad()
             fresh = _optimizer(program, ours)
-            fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if states is None:
+                fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            else:
+                moe.load_optimizer_state(ours, fresh, states)
             optimizer = fresh
             continue
         _pass(program, ours, plain, parts, rank, size, op)
@@ -203,6 +211,8 @@ def _run(rank: int, size: int, program: Program) -> str:
             other.step()
         optimizer.zero_grad()
         other.zero_grad()
+        if op == "rebalance" and size > 1:
+            moe.rebalance(ours, optimizer)
         if op == "balance" and program["score"] == "sigmoid":
             moe.balance(ours, 0.01)
             since = plain.load - plain.seen
@@ -309,10 +319,6 @@ def _elsewhere(program: Program, ours: moe.MoE, size: int) -> moe.MoE:
 # --- Faults ---------------------------------------------------------------------------------------
 
 
-def _patched(owner: Any, name: str, value: Any) -> Callable[[], Any]:
-    return lambda: mock.patch.object(owner, name, value)
-
-
 def _own_norms() -> Any:
     from evener.comm import total_norm
 
@@ -367,12 +373,74 @@ def _aux_is_kept() -> Any:
     return mock.patch.object(MoE, "_note_loss", note)
 
 
+def _any_group() -> Any:
+    from evener.moe.router import Router
+
+    def choose(self: Any, scores: torch.Tensor) -> Any:
+        with mock.patch.object(self, "top_groups", self.groups):
+            return plain(self, scores)
+
+    plain = Router._choose
+    return mock.patch.object(Router, "_choose", choose)
+
+
+def _own_loads() -> Any:
+    """Of `balance` alone: ranks that move experts by loads of their own wait for each other."""
+
+    def own(found: Any) -> list[torch.Tensor]:
+        return [layer.load.double().cpu() for _, layer in found]
+
+    def balance(*given: Any) -> None:
+        with mock.patch.object(_BALANCE, "loads", own):
+            plain(*given)
+
+    plain = moe.balance
+    return mock.patch.object(moe, "balance", balance)
+
+
+def _no_states() -> Any:
+    plain = _BALANCE._states
+
+    def states(name: str, layer: Any, _: Any) -> Any:
+        return plain(name, layer, None)
+
+    return mock.patch.object(_BALANCE, "_states", states)
+
+
+def _sums() -> Any:
+    from evener.moe.parallel import Parallel
+
+    def init(self: Any, shared: Any, *arguments: Any) -> None:
+        shared.mean = False
+        plain(self, shared, *arguments)
+
+    plain = Parallel.__init__
+    return mock.patch.object(Parallel, "__init__", init)
+
+
+def _first_experts() -> Any:
+    """A checkpoint gives each rank those experts that it begins with, wherever they are now."""
+    gathered = _SPREAD.gathered
+
+    def unordered(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
+        held = layer.parallel.held
+        with mock.patch.object(layer.parallel, "held", torch.arange(len(held))):
+            return gathered(layer, tensor)
+
+    return mock.patch.object(_SPREAD, "gathered", unordered)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "each rank clips by its own norm": _own_norms,
     "capacity is not kept": _no_capacity,
     "a choice of nobody goes to the first expert": _nobody_is_the_last,
     "the router's bias is in the weights": _biased_weights,
     "the auxiliary loss stays in evaluation": _aux_is_kept,
+    "experts of any group are chosen": _any_group,
+    "each rank balances by its own load": _own_loads,
+    "gradients of spread experts are sums": _sums,
+    "experts move without the optimizer's states": _no_states,
+    "a checkpoint has experts where they lie": _first_experts,
 }
 
 _switch = Switch()
@@ -413,8 +481,8 @@ def _program(draw: Any) -> Program:
         "chunks": draw(st.integers(1, 3)),
         "optimizer": draw(st.sampled_from(["sgd", "adamw"])),
         "steps": draw(st.lists(st.sampled_from(
-            ["train", "train", "accumulate", "clip", "skip", "evaluate", "balance", "direct",
-             "save"]), min_size=1, max_size=4)),
+            ["train", "train", "accumulate", "clip", "skip", "evaluate", "balance", "rebalance",
+             "direct", "save"]), min_size=1, max_size=5)),
         "seed": draw(st.integers(0, 99)),
     }  # fmt: skip
 

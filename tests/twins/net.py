@@ -1,8 +1,9 @@
-"""net: NCCL's reader polls buffers while they fill, over networks that lose and have unequal paths.
+"""net: NCCL's reader polls buffers while they fill, over networks with unequal, lossy paths.
 
 A program is a network and the messages that go over it. Evener carries them between two hosts of a
 lab; the reader is crates/engine/examples/lines.rs, and the plain reference is what was sent: every
-line is there when its flag is, and all lines come. The engines stay up between programs.
+line is there when its flag is, and all of a message's are when its request is finished. The engines
+stay up between programs.
 
 The faults are those of crates/proto/src/faults.rs, which the example is built with.
 """
@@ -27,7 +28,7 @@ from tests.twins.harness import Twin
 
 ROOT = Path(__file__).parents[2]
 READER = ROOT / "target/release/examples/lines"
-SPEC = "2x1@200mbit,paths=4"
+SPEC = "2x1@200mbit,paths=4,delay=0ms"
 PORT = 7130
 # Seconds of a job: a busy machine may take long; after 90 s the reader says what it misses.
 LIMIT = 200.0
@@ -109,6 +110,8 @@ def _close() -> None:
 _actions = st.one_of(
     st.sampled_from((5, 10, 20)).map(lambda rate: f"rate {rate}mbit"),
     st.sampled_from((0.1, 1)).map(lambda share: f"loss {share}%"),
+    st.sampled_from((1, 5)).map(lambda late: f"delay {late}ms"),
+    st.sampled_from((1, 10)).map(lambda share: f"reorder {share}%"),
 )
 _jobs = st.fixed_dictionaries(
     {
@@ -137,6 +140,7 @@ def check(program: dict[str, Any]) -> None:
             world.tell(f"job {job['form']} {job['most']} {job['lines']} {job['seed']}")
             seen = world.answers()[0]
             assert seen["torn"] == 0, f"{seen['torn']} of {seen['lines']} lines are torn"
+            assert seen["early"] == 0, f"{seen['early']} of {seen['messages']} are finished early"
             each = 8 if job["form"] == "ll" else 1
             assert seen["lines"] == job["lines"] * each, f"{seen['lines']} lines came"
     except BaseException:
@@ -165,6 +169,7 @@ TWIN = Twin(
     {
         "pieces are cut at any byte": lambda: _fault("any-cut"),
         "bytes are copied in any order": lambda: _fault("any-order"),
+        "a message is finished when a packet is missing": lambda: _fault("unfinished"),
         # Not "by-kernel", where the kernel copies into posted buffers: it tears one line of LL128
         # in 2 million, so only a long run of the reader finds it (crates/engine/examples/lines.rs).
     },

@@ -323,4 +323,5 @@ TWIN = Twin(
     check=check,
     faults={name: (lambda name=name: _switch.put(name)) for name in FAULTS},
     programs_per_round=10,
+    needs=("transformers",),
 )

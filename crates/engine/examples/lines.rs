@@ -7,7 +7,8 @@
 //! Both are told the same on their standard input, a line each, and answer each job with a line of JSON:
 //!
 //!     job ll|ll128 BYTES LINES SEED      messages of up to BYTES, LINES lines of 128 bytes in all
-//!     faults [any-cut] [any-order] [by-kernel]      mistakes that are made from here on, and no others
+//!     faults [any-cut] [any-order] [by-kernel] [unfinished]      mistakes that are made from here on, and
+//!     no others
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a bench may panic")]
 
@@ -38,6 +39,7 @@ fn fault(name: &str) -> Fault {
         "any-cut" => Fault::AnyCut,
         "any-order" => Fault::AnyOrder,
         "by-kernel" => Fault::ByKernel,
+        "unfinished" => Fault::Unfinished,
         _ => panic!("no fault {name}"),
     }
 }
@@ -103,9 +105,10 @@ fn main() {
                 let began = Instant::now();
                 let seen = run(&engine, sends, &mut meeting, job(rest));
                 println!(
-                    "{{\"lines\": {}, \"torn\": {}, \"messages\": {}, \"seconds\": {:.3}}}",
+                    "{{\"lines\": {}, \"torn\": {}, \"early\": {}, \"messages\": {}, \"seconds\": {:.3}}}",
                     seen.lines,
                     seen.torn,
+                    seen.early,
                     seen.messages,
                     began.elapsed().as_secs_f64()
                 );

@@ -89,6 +89,7 @@ fn all(a: &Engine, b: &Engine, lines: u64) -> Vec<(Form, usize, Seen)> {
 fn none_is_torn(a: &Engine, b: &Engine) {
     for (form, most, seen) in all(a, b, lines()) {
         assert_eq!(seen.torn, 0, "{form:?} to {most}: {seen:?}");
+        assert_eq!(seen.early, 0, "{form:?} to {most}: {seen:?}");
         assert!(seen.lines > 0 && seen.messages > 0);
     }
 }

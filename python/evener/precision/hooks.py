@@ -22,6 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from evener.errors import UsageError
+from evener.precision.aside import aside
 from evener.precision.later import Later
 from evener.precision.rules import Facts, Machine
 
@@ -149,14 +150,10 @@ class Hooks:
     def _probe(self, loss: float) -> float:
         """The relative difference of the loss in half and in full precision, to first order."""
         args, kwargs = self._inputs
-        modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
-        try:
+        with aside(self._model):
             half = _floats(self._as(True, *args, **kwargs))
+        with aside(self._model):
             full = _floats(self._as(False, *args, **kwargs))
-        finally:
-            for module, mode in modes:
-                module.training = mode
         if not all(bool(x.isfinite().all()) for x in full):
             return 0.0
         if not all(bool(x.isfinite().all()) for x in half):

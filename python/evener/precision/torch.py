@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from evener.base.given import given
 from evener.errors import UsageError
+from evener.precision.aside import aside
 from evener.precision.hooks import Hooks
 from evener.precision.journal import Journal
 from evener.precision.later import Later
@@ -204,16 +205,10 @@ class Policy:
         Both without dropout and with the statistics that batch normalization has, which stay as
         they are, and from the same weights as the step's.
         """
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            with self.autocast(True):
-                half = float(compute())
-            with self.autocast(False):
-                full = float(compute())
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with aside(self.model), self.autocast(True):
+            half = float(compute())
+        with aside(self.model), self.autocast(False):
+            full = float(compute())
         if math.isfinite(full) and math.isfinite(half):
             mine = abs(half - full) / max(abs(full), 1e-12)
         else:
@@ -224,17 +219,19 @@ class Policy:
         """The share of this batch's gradients that are zero in half precision and not in full.
 
         Zeros become more as a training goes on (ReLU, a loss that vanishes), so the share before
-        the switch gives a suspicion only. It is what is compared with from now on.
+        the switch gives a suspicion only. It is what is compared with from now on. Both drop out
+        the same, and leave no statistics behind.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         quiet: Any = getattr(self.model, "no_sync", contextlib.nullcontext)
         shares = []
         for half in (True, False):
-            with quiet(), self.autocast(half):
-                loss = compute()
-            if half and self.scaler.is_enabled():
-                loss = self.scaler.scale(loss)
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            with aside(self.model, train=True):
+                with quiet(), self.autocast(half):
+                    loss = compute()
+                if half and self.scaler.is_enabled():
+                    loss = self.scaler.scale(loss)
+                found = torch.autograd.grad(loss, parameters, allow_unused=True)
             share = _zero_share([g for g in found if g is not None])
             shares.append(0.0 if share is None else float(share))
         self._zeros = shares[1]

@@ -1,5 +1,6 @@
 //! NCCL's reader, on a processor: it polls posted buffers while they fill, and takes each line as soon as
-//! its flag has come. A line is *torn* where its data is not there then.
+//! its flag has come. A line is *torn* where its data is not there then. A message is *early* where its
+//! request is finished, or has another length, before all of its lines are there.
 
 #![allow(
     unsafe_code,
@@ -47,6 +48,7 @@ pub struct Seen {
     pub lines: u64,
     pub torn: u64,
     pub messages: u64,
+    pub early: u64,
 }
 
 fn random(seed: u64) -> u64 {
@@ -116,10 +118,11 @@ fn post<'a>(engine: &Engine, comm: &'a Comm, memory: Memory) -> Option<&'a Slot>
     unsafe { engine.post(comm, memory) }.expect("the comm is open")
 }
 
-fn finished(slot: &Slot) -> bool {
+/// How many bytes a finished request had.
+fn finished(slot: &Slot) -> Option<usize> {
     match slot.test() {
-        Status::Pending => false,
-        Status::Done(_) => true,
+        Status::Pending => None,
+        Status::Done(length) => Some(length),
         Status::Failed(_) => panic!("a request failed"),
     }
 }
@@ -130,7 +133,7 @@ pub fn send(engine: &Engine, comm: &Comm, job: Job) {
     let mut flying: VecDeque<&Slot> = VecDeque::new();
     let mut end = Instant::now() + LIMIT;
     let mut wait = |slot: &Slot| {
-        while !finished(slot) {
+        while finished(slot).is_none() {
             assert!(Instant::now() < end, "a message has not arrived");
             std::thread::sleep(Duration::from_micros(20));
         }
@@ -165,6 +168,8 @@ struct Waiting<'a> {
     words: &'a [AtomicU64],
     /// Lines that were not seen: the first words of each.
     fresh: Vec<usize>,
+    /// Its request is finished.
+    done: bool,
 }
 
 impl Waiting<'_> {
@@ -227,12 +232,20 @@ pub fn receive(engine: &Engine, comm: &Comm, job: Job) -> Seen {
                 slot,
                 words: buffer.words(lines * LINE),
                 fresh: (0..lines * WORDS).step_by(each).collect(),
+                done: false,
             });
         }
         for one in &mut waiting {
+            // Before its lines: all of them are there when this is.
+            let length = if one.done { None } else { finished(one.slot) };
             let (came, torn) = one.look(job);
             seen.lines += came;
             seen.torn += torn;
+            if let Some(length) = length {
+                one.done = true;
+                seen.early += u64::from(!one.fresh.is_empty() || length != size_of_val(one.words));
+                one.fresh.clear(); // nobody waits for them
+            }
             if came > 0 {
                 end = Instant::now() + LIMIT;
             }
@@ -240,7 +253,7 @@ pub fn receive(engine: &Engine, comm: &Comm, job: Job) -> Seen {
         let Some(first) = waiting.front() else {
             return seen;
         };
-        if first.fresh.is_empty() && finished(first.slot) {
+        if first.done {
             waiting.pop_front();
             seen.messages += 1;
         }
