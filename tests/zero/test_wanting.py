@@ -76,13 +76,16 @@ def test_who_has_how_much() -> None:
     """24 GB, of which 20 are planned: 1 for the context, 2 for others, 17 for the engine."""
     gb = 10**9
     plan: Any = SimpleNamespace(
-        gpu_bytes=20 * gb, gpu_reserve=gb, gpu_held=2 * gb, budget=SimpleNamespace(gpu=24 * gb)
+        gpu_bytes=20 * gb,
+        gpu_reserve=gb,
+        gpu_held=2 * gb,
+        budget=SimpleNamespace(gpu=23 * gb, spare=gb),
     )
     device: Any = SimpleNamespace(used=lambda: (26 * gb, 4 * gb))
     problem, fix = wanting.account(plan, device, gb)
     assert "at least 9.00 GB are not the engine's (2.00 GB when it was planned)" in problem
     assert "other processes have about 3.00 GB" in problem
-    assert '"32GB"' in fix  # 7 GB came since then, and 1 more was asked for
+    assert 'evener.budget.spare = "9GB"' in fix  # 1 was left, 7 came, and 1 more was asked for
     problem, fix = wanting.account(plan, device, gb, own=10 * gb)
     assert "are there: 16.00 GB are not the engine's" in problem and '"39GB"' in fix
 
@@ -107,7 +110,7 @@ def test_the_callers_own_loss_and_a_model_beside_the_engine() -> None:
         said = str(caught.value)
         assert said.startswith("CUDA out of memory. Tried to allocate 2.50 GiB.")
         assert "evener: evener.budget.gpu is 0.01 GB" in said
-        assert 'give evener.budget.gpu = "3GB"' in said  # 2.68 GB that were asked for
+        assert 'give evener.budget.spare = "3GB"' in said  # 2.68 GB that were asked for
         with (
             pytest.raises(torch.OutOfMemoryError) as caught,
             engine.explained(),

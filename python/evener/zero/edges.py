@@ -31,7 +31,7 @@ class WrittenError(UsageError):
         super().__init__(
             f"the input of {which} was written to in place, and the block was to run again with it "
             "in the backward pass",
-            "write `x = x + y` in place of `x += y`, or give evener.checkpointing = false",
+            "write `x = x + y` instead of `x += y`, or give evener.checkpointing = false",
         )
 
 

@@ -40,8 +40,9 @@ def account(plan: Plan, device: Device, wanted: int, own: int | None = None) -> 
     own = plan.gpu_bytes - plan.gpu_reserve - plan.gpu_held if own is None else own
     others = max(0, used - own)
     outside = max(0, outside - plan.gpu_reserve)
+    budget = plan.budget.gpu + plan.budget.spare
     problem = (
-        f"evener.budget.gpu is {_gb(plan.budget.gpu)}, the plan is of {_gb(plan.gpu_bytes)}, and "
+        f"evener.budget.gpu is {_gb(budget)}, the plan is of {_gb(plan.gpu_bytes)}, and "
         f"{_gb(used)} of tensors are there: {'' if known else 'at least '}{_gb(others)} are not "
         f"the engine's ({_gb(plan.gpu_held)} when it was planned)"
     )
@@ -49,11 +50,20 @@ def account(plan: Plan, device: Device, wanted: int, own: int | None = None) -> 
         problem += f", and other processes have about {_gb(outside)}"
     # What came since the plan, and what did not fit.
     more = max(0, others - plan.gpu_held) + wanted
-    enough = max(1, math.ceil((max(plan.budget.gpu, plan.gpu_bytes) + more) / 1e9))
+    if known:  # by the engine, which has made all the room that it could
+        enough = max(budget, plan.gpu_bytes) + more
+        way = f'give evener.budget.gpu = "{_whole_gb(enough)}GB" where the GPU has it'
+    else:  # by the script: the engine would fill a larger budget
+        spare = plan.budget.spare + more
+        way = f'give evener.budget.spare = "{_whole_gb(spare)}GB", which is left to the script'
     return problem, (
-        f'give evener.budget.gpu = "{enough}GB" where the GPU has it, fewer rows, or make what is '
-        "beside the engine before zero.initialize, which then plans with it"
+        f"{way}, fewer rows, or make what is beside the engine before zero.initialize, which then "
+        "plans with it"
     )
+
+
+def _whole_gb(size: float) -> int:
+    return max(1, math.ceil(size / 1e9))
 
 
 @contextlib.contextmanager

@@ -43,7 +43,8 @@ def _load_on_the_host(args: Any) -> None:
 def _without_gradients(trainer: Any) -> None:
     """trl's second model only says what it would have said. While its weights ask for gradients,
     autocast keeps a copy of each in half precision, beside the engine and unknown to its plan."""
-    trained = set(trainer.model.parameters()) if isinstance(trainer.model, nn.Module) else set()
+    model = getattr(trainer, "model", None)
+    trained = set(model.parameters()) if isinstance(model, nn.Module) else set()
     for name in ("ref_model", "teacher_model"):
         other = getattr(trainer, name, None)
         if isinstance(other, nn.Module):
