@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from evener import zero
+from evener.errors import UsageError
 from evener.zero.edges import Edges, WrittenError
 from evener.zero.loading import Loading
+from tests.zero.engines import weights
 
 WIDTH, BLOCKS = 8, 6
 
@@ -164,3 +166,55 @@ def test_both_ends_are_passed(way: str, view: bool) -> None:
     out.sum().backward()
     assert seen[0] == "end"
     assert seen.index("inside") < seen.index("begin") == len(seen) - 1
+
+
+class Twice(nn.Module):
+    """Returns its result, and again: the same tensor, or a view of it."""
+
+    def __init__(self, view: bool) -> None:
+        super().__init__()
+        self.view = view
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.layers[1](self.layers[0](x).tanh()) + 1.0
+        return x, x[:, 0] if self.view else x
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("writes", [False, True])
+def test_outputs_of_one_memory(view: bool, writes: bool) -> None:
+    """One tensor is cut off once. Of two views each is, so that none knows of the other."""
+    torch.manual_seed(0)
+    model = Twice(view)
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = zero.initialize(
+        model=model, optimizer=given, config=_config(device="cpu"), resident=set()
+    )
+
+    def loss(found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        first, second = found
+        if writes:
+            second.mul_(2.0)
+        return first.square().mean() + second.mean()
+
+    try:
+        for _ in range(2):
+            x = torch.randn(2, 3, WIDTH)
+            optimizer.zero_grad()
+            loss(plain(x)).backward()
+            optimizer.step()
+            if view and writes:
+                with pytest.raises(UsageError, match="two views of one tensor"):
+                    engine.backward(loss(engine(x)))
+                continue
+            engine.backward(loss(engine(x)))
+            engine.step()
+        if not (view and writes):
+            engine.drain()
+            for name, value in weights(engine).items():
+                torch.testing.assert_close(value, plain.get_parameter(name).detach())
+    finally:
+        engine.close()

@@ -18,6 +18,7 @@ caller's: `trace` plans for it, and it cannot be run again.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -97,6 +98,8 @@ class _Pass:
         self.state = _State(self.modules, edge.device.device, edge.buffers())
         self.finished = False
         self.outs: list[torch.Tensor] | None = None
+        self.sharing: list[tuple[torch.Tensor, int]] = []
+        """Memory that several outputs share, and its version as the caller got it."""
         self.inputs: list[torch.Tensor] = []
 
     def run(self) -> Any:
@@ -119,18 +122,19 @@ class _Pass:
         leaves, spec = _flat(out)
         places = self._differentiable(leaves)
         kept = self._kept()
-        self.outs = [*(_tensor(leaves[n]) for n in places), *kept]
+        self.outs, which = _once([*(_tensor(leaves[n]) for n in places), *kept])
         if not self.outs:
             return out
         anchor = torch.empty((), requires_grad=True)
         given = [self.leaves[n] for n in self.wanted]
-        found = _Edge.apply(self, anchor, *given)
+        cuts = _Edge.apply(self, anchor, *given)
+        self.sharing = _sharing(cuts)
+        found = [cuts[n] for n in which]
         for place, cut in zip(places, found, strict=False):
             old = leaves[place]
             leaves[place] = old.cut(cut) if isinstance(old, LazyLogits) else cut
         if kept:
-            cuts = zip(map(id, kept), found[len(places) :], strict=True)
-            replace_kept(self.modules, dict(cuts))
+            replace_kept(self.modules, dict(zip(map(id, kept), found[len(places) :], strict=True)))
         return tree_unflatten(leaves, spec)
 
     def _differentiable(self, leaves: list[Any]) -> list[int]:
@@ -168,7 +172,7 @@ class _Pass:
             self.edge.passes.anew = False
         leaves, _ = _flat(out)
         places = self._differentiable(leaves)
-        self.outs = [*(_tensor(leaves[n]) for n in places), *self._kept()]
+        self.outs, _ = _once([*(_tensor(leaves[n]) for n in places), *self._kept()])
         now.restore()
 
     def backward(
@@ -182,6 +186,12 @@ class _Pass:
                 "a forward pass computed with what an earlier one has kept in a module, and its "
                 "gradient would run through both",
                 "detach() what modules keep from one pass to the next",
+            )
+        if any(x._version != version for x, version in self.sharing):
+            raise UsageError(
+                "the model returned two views of one tensor, and something was written to one of "
+                "them in place: the other's gradient would know nothing of it",
+                "write `x = x * y` instead of `x *= y` to what the model returned",
             )
         if weights:
             edge.passes.backward()
@@ -209,6 +219,19 @@ class _Pass:
         edge.passes.end()
         self.drop()
         return found
+
+
+def _once(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+    """Each once, and where in that list each of `tensors` is."""
+    places = {key: n for n, key in enumerate(dict.fromkeys(map(id, tensors)))}
+    return list({id(x): x for x in tensors}.values()), [places[id(x)] for x in tensors]
+
+
+def _sharing(cuts: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, int]]:
+    """A tensor without a graph, and its version, of each memory that several of `cuts` share."""
+    once = {x.untyped_storage()._cdata: x for x in cuts}
+    several = collections.Counter(x.untyped_storage()._cdata for x in cuts)
+    return [(x.detach(), x._version) for key, x in once.items() if several[key] > 1]
 
 
 def _tensor(x: Any) -> torch.Tensor:
