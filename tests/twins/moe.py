@@ -461,7 +461,7 @@ def _program(draw: Any) -> Program:
     each = draw(st.integers(1, 4))
     experts = groups * each
     top_groups = draw(st.integers(1, groups))
-    ranks = draw(st.sampled_from([1] * 7 + [2]))
+    ranks = draw(st.sampled_from([1] * 4 + [2]))
     return {
         "width": draw(st.integers(1, 6)),
         "inner": draw(st.integers(1, 5)),

@@ -26,6 +26,7 @@ from tests.twins.harness import Twin
 from tests.twins.zero import CLOSE, DEVICE, MACHINE, PLACE
 
 WIDTH = 8
+DIVERGES = 1e3
 
 
 def _transposed(x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,10 @@ def begun(model: nn.Module, program: dict[str, Any]) -> zero.Engine:
 def same_steps(
     engine: zero.Engine, model: nn.Module, plain: nn.Module, program: dict[str, Any], width: int
 ) -> None:
-    """Train both by the program's steps: results, gradients of inputs and weights are the same."""
+    """Train both by the program's steps: results, gradients of inputs and weights are the same.
+
+    It ends where the loss has grown beyond what rounding leaves comparable.
+    """
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     for batch, length in program["steps"]:
         x = torch.randn(batch, length, width, device=PLACE)
@@ -157,10 +161,9 @@ def same_steps(
             if program["inputs"]:
                 losses[-1] = (*losses[-1], given.grad)
         torch.testing.assert_close(*losses, **CLOSE)
-        gradients = [p.grad for p in plain.parameters() if p.grad is not None]
-        # A training that diverges: the engine leaves out a step that is not finite.
-        if torch.nn.utils.get_total_norm(gradients).isfinite():
-            optimizer.step()
+        if not loss < DIVERGES:  # what rounding changes grows as fast
+            return
+        optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             engine.eval(), plain.eval()

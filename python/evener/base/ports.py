@@ -14,7 +14,7 @@ def free_port(address: str = "") -> int:
     It lies outside the range from which the kernel takes ports for connections, so it is most
     likely free a moment later too.
     """
-    for port in random.sample(_quiet(), 20):
+    for port in random.SystemRandom().sample(_quiet(), 20):  # jobs may share a seed
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((address, port))
             return port
