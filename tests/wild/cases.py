@@ -217,7 +217,10 @@ PROGRAMS = (
         for name in ("sft", "sft-lora", "sft-qlora", "sft-packed", "dpo", "dpo-lora", "dpo-qlora",
                      "kto", "reward", "grpo")
     ),
-    *(Program(f"zero-models-{n}", "zero_models", ("--part", f"{n}/8")) for n in range(1, 9)),
+    *(
+        Program(f"zero-models-{n}", "zero_models", ("--part", f"{n}/8"), seconds=900.0)
+        for n in range(1, 9)
+    ),
     Program("zero-sequences", "zero_sequences", seconds=900.0),
     Program("moe-models", "moe_models"),
     Program("pipeline-models", "pipeline_models"),

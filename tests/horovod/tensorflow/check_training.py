@@ -76,6 +76,21 @@ def test_local_layers_stay_local() -> None:
     assert mine.numpy()[0, 0] == (1.0 + hvd.rank()) / 2
 
 
+@pytest.mark.parametrize("make", [lambda step: step, tf.function], ids=["eager", "graph"])
+def test_a_step_that_overflows_on_one_rank_is_left_out_on_all(make: Any) -> None:
+    """Else gradients of this rank's next step would meet the others' of this one."""
+    inner = hvdk.DistributedOptimizer(tf.keras.optimizers.SGD(1.0))
+    optimizer = tf.keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0)
+    weight = tf.keras.Variable(1.0)
+    optimizer.build([weight])
+    step = make(lambda gradient: optimizer.apply([gradient], [weight]))
+    step(tf.constant(float("inf") if hvd.rank() else 2.0))
+    assert float(optimizer.dynamic_scale) == 1.0
+    step(tf.constant(float(hvd.rank() + 1)))
+    assert int(optimizer.iterations) == 1
+    assert float(weight) == 1.0 - 1.5
+
+
 def test_operations_of_keras_give_tensors() -> None:
     rank = float(hvd.rank())
     assert hvdk.allreduce(np.float32(rank)).numpy() == 0.5

@@ -12,6 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from evener.errors import UsageError
+from evener.horovod.common.reductions import Min
+from evener.horovod.tensorflow import mpi_ops
 from evener.horovod.tensorflow.gradients import Reduction, key
 
 
@@ -71,6 +74,38 @@ class Distributed:
         )
 
 
+def _agree_on_overflows() -> None:
+    """A LossScaleOptimizer around a distributed optimizer asks all ranks what is finite.
+
+    `compile` puts one there under mixed_float16. It leaves a step out where its gradients are not
+    finite, and would do so on that rank alone: the others' gradients of this step would then meet
+    this rank's of the next one.
+    """
+    kind: Any = tf.keras.optimizers.LossScaleOptimizer
+    here = getattr(kind, "check_finite", None)
+    if getattr(here, "_evener", False):
+        return
+    if here is None:
+        raise UsageError(
+            "this Keras' LossScaleOptimizer has no check_finite, and ranks could not agree on "
+            "steps that overflow",
+            "use Keras 3, or report this version",
+        )
+
+    def check_finite(self: Any, grads: Sequence[Any]) -> Any:
+        finite = here(self, grads)
+        if not isinstance(self.inner_optimizer, Distributed):
+            return finite
+        process_set = self.inner_optimizer._evener[0].process_set
+        if process_set.included() is False:
+            return finite
+        whole = tf.cast(finite, tf.int32)
+        return tf.cast(mpi_ops._allreduce(whole, op=Min, process_set=process_set), tf.bool)
+
+    check_finite._evener = True  # type: ignore[attr-defined]
+    kind.check_finite = check_finite
+
+
 def wrap(
     optimizer: Any,
     name: str | None,
@@ -86,6 +121,7 @@ def wrap(
         )
     if isinstance(optimizer, Distributed):
         raise ValueError("the optimizer is distributed already")
+    _agree_on_overflows()
     kind = type(optimizer)
     made = type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__})
     config = optimizer.get_config()
