@@ -12,10 +12,14 @@ ranks of a node talk through NCCL's sockets, as those of different nodes do.
 
 from __future__ import annotations
 
-import pytest
+from typing import TYPE_CHECKING
+
 import torch
 
 from evener.tools.lab.environment import mps
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def of(rank: int) -> int:
@@ -39,4 +43,6 @@ def needs(*hosts: int) -> pytest.MarkDecorator:
     ranks, found = sum(hosts), torch.cuda.device_count()
     reason = f"needs {ranks} GPUs, or one and NVIDIA's MPS (nvidia-cuda-mps-control -d)"
     enough = found >= ranks or (found > 0 and mps() is not None)
+    import pytest  # not in the environments of tests/wild, which use the worlds too
+
     return pytest.mark.skipif(not enough, reason=reason)
