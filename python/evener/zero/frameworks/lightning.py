@@ -139,6 +139,16 @@ class ZeroStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             batch=self._batch,
         )
         self.optimizers = [front]
+        self.precision_plugin.clip_gradients = self._clip
+
+    def _clip(
+        self, _optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """Instead of the precision plugin, which reads gradients: they are the engine's."""
+        if gradient_clip_algorithm != "norm":  # Lightning's enumeration is equal to its words
+            raise UsageError("gradients cannot be clipped by value", "use norm")
+        assert self._engine is not None
+        self._engine.clipping = max(0.0, float(clip_val))
 
     def _call(self) -> Any:
         if self._example is None:
@@ -175,6 +185,7 @@ class ZeroStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """The module gets its weights back."""
         engine, self._engine = self._engine, None
         if engine is not None:
+            del self.precision_plugin.clip_gradients
             faces.give_back(engine, self.lightning_module)
             self._steps = None
         super().teardown()
