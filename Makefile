@@ -76,19 +76,18 @@ demo: setup ## train on a simulated two-node cluster, show what the network cost
 	@echo "Four equal paths behind two routers, which nobody can see:"
 	@$(BIN)/evener bench net --lab 2x1@200mbit,paths=4,queue=20ms $(DEMO_NET) --json demo/net-four-paths.json
 
-# Python's tests begin when what they load is built. Checkers and compilers take what these leave of the
-# processor: REST is before each of them. Cargo has its own count of jobs.
+# What wants a compiler alone is done while torch is fetched. Cargo has its own count of jobs.
 CARGO := env -u MAKEFLAGS -u MFLAGS cargo
 test: ## all checks and tests that need no GPU
-	@$(MAKE) --no-print-directory --output-sync=target -j6 REST="nice -n 19" \
-		test-python test-rust lint-rust lint-python \
-		|| { echo "error: a check failed: above, by the line with ***"; exit 1; }
+	@$(MAKE) --no-print-directory --output-sync=recurse -j4 $(STAMPS)/native $(STAMPS)/plugin lint-rust build-rust
+	@$(MAKE) --no-print-directory --output-sync=recurse -j2 lint-python test-rust
+	@$(MAKE) --no-print-directory test-python
 
 # Examples are compiled by clippy alone: building those of the packet protocol takes 27 s of a core.
 build-rust: $(STAMPS)/venv
-	$(REST) $(CARGO) test --no-run --quiet --workspace --locked --lib --bins --tests
+	$(CARGO) test --no-run --quiet --workspace --locked --lib --bins --tests
 
-test-rust: $(STAMPS)/deps build-rust
+test-rust: $(STAMPS)/deps
 	$(CARGO) test --quiet --workspace --locked --lib --bins --tests
 	$(CARGO) test --quiet --workspace --locked --doc
 
@@ -122,9 +121,8 @@ soak-embedding: ## 8 threads insert, step, look up, evict and save for 10 minute
 	EVENER_SOAK_SECONDS=$${EVENER_SOAK_SECONDS:-600} cargo test --locked -p evener-embedding --test snapshot \
 		--config profile.dev.package.evener-embedding.opt-level=2 threads_that_insert -- --nocapture
 
-# The plus sign: not held back until its end, as the others' output is.
 test-python: $(STAMPS)/native $(STAMPS)/plugin
-	+@env -u MAKEFLAGS -u MFLAGS scripts/test_python.sh
+	scripts/test_python.sh
 
 matrix: $(STAMPS)/native ## a bounded list of tests with other versions of torch and Python: make matrix ARGS="--torch 2.9,2.15"
 	$(BIN)/python scripts/matrix.py $(ARGS)
@@ -157,16 +155,16 @@ lint: lint-rust lint-python
 
 lint-rust: $(STAMPS)/venv
 	cargo fmt --all --check
-	$(REST) $(CARGO) clippy --quiet --workspace --all-targets --locked -- -D warnings
-	$(FUZZ) $(REST) $(CARGO) clippy --quiet --target-dir target/fuzz/check --manifest-path crates/fuzz/Cargo.toml -- -D warnings
+	$(CARGO) clippy --quiet --workspace --all-targets --locked -- -D warnings
+	$(FUZZ) $(CARGO) clippy --quiet --target-dir target/fuzz/check --manifest-path crates/fuzz/Cargo.toml -- -D warnings
 
 lint-python: $(STAMPS)/native
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(REST) $(BIN)/mypy
-	$(REST) $(BIN)/python scripts/docs.py --check
-	$(REST) $(BIN)/python scripts/check_imports.py
-	$(REST) $(BIN)/python scripts/check_modules.py
+	$(BIN)/mypy
+	$(BIN)/python scripts/docs.py --check
+	$(BIN)/python scripts/check_imports.py
+	$(BIN)/python scripts/check_modules.py
 
 format: $(STAMPS)/deps ## rustfmt and ruff
 	cargo fmt --all
