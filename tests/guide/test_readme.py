@@ -121,10 +121,20 @@ def test_single_figures() -> None:
     assert f"{said}, where FSDP2 alone has {plain[0]:.2f}]" in TEXT
     assert exact[1] == int4[1] and f"medians of {int4[1]} and {plain[1]} steps |" in TEXT
 
-    memory = record("zero_gpu")["rows"]
-    ours = memory["evener, all offloaded, 8 GB"]["tokens_per_second"]
-    theirs = next(v for k, v in memory.items() if k.startswith("DeepSpeed"))["tokens_per_second"]
-    assert f"[{ours:,.0f} tokens/s where DeepSpeed makes {theirs:,.0f}]" in TEXT
+    beside = {**record("zero-beside-x4")["rows"], **record("zero-beside-14b")["rows"]}
+
+    def times(ours: str, theirs: str) -> float:
+        rates = [beside[row]["tokens_per_second"] for row in (ours, theirs)]
+        return float(rates[0] / rates[1])
+
+    large = times("14B, evener", "14B, DeepSpeed, all bf16")
+    small = times("8B, evener", "8B, DeepSpeed, FP32 states")
+    said = f"[{large:.1f} and {small:.1f} times the tokens of DeepSpeed's offload at 14B and 8B, "
+    largest = next(r for k, r in record("zero-largest-h200")["rows"].items() if "40.3B" in k)
+    plan = largest["plan"]
+    said += f"{plan['parameters'] // 10**9}B parameters in {plan['gpu_planned'] // 10**9} GB of an "
+    said += f"H200 and {plan['host_planned'] / 1e9:.0f} GB of host memory]"
+    assert said in TEXT
 
     ratios = []
     for case in record("moe-layer")["cases"]:

@@ -56,12 +56,12 @@ def _twin(way: str) -> harness.Twin:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         time.sleep(600)
 
-    return harness.Twin("example", st.just([way]), check, limit=2.0)
+    return harness.Twin("example", st.just([way]), check, limit=5.0)
 
 
 @pytest.mark.parametrize(
     ("way", "error"),
-    [("hangs", "not finished after 2 s"), ("dies", "the process died; last words")],
+    [("hangs", "not finished after 5 s"), ("dies", "the process died; last words")],
 )
 def test_a_program_that_hangs_or_dies_ends_alone_and_is_named(
     way: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
