@@ -385,7 +385,7 @@ def _any_group() -> Any:
 
 
 def _own_loads() -> Any:
-    """Of `balance` alone: ranks that move experts by loads of their own wait for each other."""
+    """Only `balance` is broken: ranks that moved experts by their own loads would wait for ever."""
 
     def own(found: Any) -> list[torch.Tensor]:
         return [layer.load.double().cpu() for _, layer in found]

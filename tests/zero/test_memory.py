@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from evener import zero
-from evener.zero import api, wanting
+from evener.zero import api, out_of_memory
 from evener.zero import trace as tracing
 from evener.zero.device import SimulatedDevice
 from evener.zero.profile import Held, peaks
@@ -503,8 +503,8 @@ def test_a_weight_that_others_read_stays() -> None:
 
 def test_the_size_that_torch_names() -> None:
     said = "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of"
-    assert wanting.asked(RuntimeError(said)) == 3 << 29
-    assert wanting.asked(RuntimeError("no size here")) == 0
+    assert out_of_memory.asked(RuntimeError(said)) == 3 << 29
+    assert out_of_memory.asked(RuntimeError("no size here")) == 0
     device = SimulatedDevice(counted=True)
     device.limit(1 << 20)
     device.begin(1 << 19)

@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from evener.errors import EvenerError, UsageError
 from evener.zero.device import Device
+from evener.zero.out_of_memory import asked
 from evener.zero.passes import Passes
 from evener.zero.untouched import Attributes, kept_graphs, replace_kept
 from evener.zero.vocabulary import LazyLogits
-from evener.zero.wanting import asked
 
 LARGE_BUFFER = 16 << 20
 """Bytes of a buffer from which on it is not kept for every pass."""

@@ -71,7 +71,8 @@ def _base(x: torch.Tensor) -> torch.Tensor | None:
 
 
 class Edges:
-    """Of one call: made before it runs, of its arguments. `inputs`: those that need a gradient."""
+    """The edges of one call, made from its arguments before it runs. `inputs`: the arguments
+    that need a gradient."""
 
     def __init__(self, arguments: Any) -> None:
         # Lazy logits, and weights that are away, ask nobody here.

@@ -50,6 +50,7 @@ from evener.zero.gradients import Gradients
 from evener.zero.in_backward import Buffers, InBackward, refuse_clipping
 from evener.zero.lanes import Lanes
 from evener.zero.loading import Loading
+from evener.zero.out_of_memory import account, explained
 from evener.zero.passes import Passes
 from evener.zero.planner import Plan
 from evener.zero.profile import outgoing
@@ -62,7 +63,6 @@ from evener.zero.spans import Span, Spans
 from evener.zero.store import Store
 from evener.zero.updates import Updates
 from evener.zero.vocabulary import Head
-from evener.zero.wanting import account, explained
 
 
 class Saving(Protocol):

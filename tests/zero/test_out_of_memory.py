@@ -1,4 +1,4 @@
-"""Where memory is wanting beside the engine, the error names the budget, who has it and the fix."""
+"""Out of memory beside the engine: the error names the budget, who has the memory, and the fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from evener import zero
-from evener.zero import wanting
+from evener.zero import out_of_memory
 from evener.zero.device import SimulatedDevice
 
 WIDTH, BUDGET = 64, 6_000_000
@@ -82,11 +82,11 @@ def test_who_has_how_much() -> None:
         budget=SimpleNamespace(gpu=23 * gb, spare=gb),
     )
     device: Any = SimpleNamespace(used=lambda: (26 * gb, 4 * gb))
-    problem, fix = wanting.account(plan, device, gb)
+    problem, fix = out_of_memory.account(plan, device, gb)
     assert "at least 9.00 GB are not the engine's (2.00 GB when it was planned)" in problem
     assert "other processes have about 3.00 GB" in problem
     assert 'evener.budget.spare = "9GB"' in fix  # 1 was left, 7 came, and 1 more was asked for
-    problem, fix = wanting.account(plan, device, gb, own=10 * gb)
+    problem, fix = out_of_memory.account(plan, device, gb, own=10 * gb)
     assert "are there: 16.00 GB are not the engine's" in problem and '"39GB"' in fix
 
 

@@ -1,6 +1,6 @@
-"""What torch's error says where GPU memory is wanting: the budget of the engine, what was planned,
-what something else holds, and what to do. The caller's own loss, or a model beside the engine, can
-run out of memory too, and nothing else would name the budget then."""
+"""What torch's out-of-memory error says under the engine: the budget, what was planned, what others
+hold, and what to do. The script's own loss, or a second model, can run out of memory too, and
+nothing else would name the budget then."""
 
 from __future__ import annotations
 
